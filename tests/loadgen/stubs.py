@@ -137,7 +137,10 @@ async def _answer(send: Any, status: int, text: str) -> None:
 
 def _listen() -> tuple[socket.socket, str]:
     # Listening before the server runs: a client that is early waits in the backlog, so nobody has to poll.
-    listener = socket.create_server(("127.0.0.1", 0))
+    # The protocol is named because asyncio turns Nagle's algorithm off only where it is.
+    listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP)
+    listener.bind(("127.0.0.1", 0))
+    listener.listen()
     return listener, f"http://127.0.0.1:{listener.getsockname()[1]}"
 
 
