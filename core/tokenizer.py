@@ -17,6 +17,15 @@ from typing import Protocol
 from core.errors import InvalidRequest
 
 
+class TokenSource(Protocol):
+    """The part of a tokenizer that a detokenizer needs."""
+
+    @property
+    def strips_leading_space(self) -> bool: ...
+
+    def token_bytes(self, token_id: int) -> bytes: ...
+
+
 class Tokenizer(Protocol):
     """What the engine and the service ask of a tokenizer.
 
@@ -63,7 +72,7 @@ class IncrementalDetokenizer:
             `strips_leading_space`: a generated " Paris" keeps its space, a prompt's first word has none.
     """
 
-    def __init__(self, tokenizer: Tokenizer, *, at_start: bool = False) -> None:
+    def __init__(self, tokenizer: TokenSource, *, at_start: bool = False) -> None:
         self._tokenizer = tokenizer
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self._strips_space = at_start and tokenizer.strips_leading_space

@@ -1,0 +1,79 @@
+"""The engine's public names. What is not listed here is not for users.
+
+Six of them are the lab: small contracts with which paged KV caches, continuous batching and speculative decoding can
+be learnt and tested (`docs/lab.md`). The server runs on these very classes.
+"""
+
+from core.config import EMBEDDED_MODEL, EngineConfig, SpeculativeConfig
+from core.decoding.speculative import speculative_accept
+from core.engine import Engine
+from core.errors import (
+    ContextLengthExceeded,
+    DuplicateRequest,
+    EngineDead,
+    InvalidRequest,
+    InvariantViolation,
+    ModelLoadError,
+    OctavoError,
+    UnknownRequest,
+)
+from core.loading import KVMemory, kv_memory, load_engine
+from core.memory.block_manager import (
+    BlockManager,
+    Fragmentation,
+    blocks_needed,
+    kv_cache_blocks_fragmentation,
+)
+from core.request import (
+    FinishReason,
+    NewRequest,
+    OutputToken,
+    RequestOutput,
+    SamplingParams,
+    ScriptEntry,
+    ScriptPiece,
+    TokenLogprobs,
+)
+from core.scheduling.scheduler import ContinuousBatchingScheduler, StepReport
+from core.scheduling.static_batching import static_batching_steps
+from core.stats import EngineStats, Histogram
+from core.tokenizer import ByteTokenizer, IncrementalDetokenizer, Tokenizer
+
+__all__ = [
+    "EMBEDDED_MODEL",
+    "BlockManager",
+    "ByteTokenizer",
+    "ContextLengthExceeded",
+    "ContinuousBatchingScheduler",
+    "DuplicateRequest",
+    "Engine",
+    "EngineConfig",
+    "EngineDead",
+    "EngineStats",
+    "FinishReason",
+    "Fragmentation",
+    "Histogram",
+    "IncrementalDetokenizer",
+    "InvalidRequest",
+    "InvariantViolation",
+    "KVMemory",
+    "ModelLoadError",
+    "NewRequest",
+    "OctavoError",
+    "OutputToken",
+    "RequestOutput",
+    "SamplingParams",
+    "ScriptEntry",
+    "ScriptPiece",
+    "SpeculativeConfig",
+    "StepReport",
+    "TokenLogprobs",
+    "Tokenizer",
+    "UnknownRequest",
+    "blocks_needed",
+    "kv_cache_blocks_fragmentation",
+    "kv_memory",
+    "load_engine",
+    "speculative_accept",
+    "static_batching_steps",
+]

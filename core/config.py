@@ -1,0 +1,107 @@
+"""What the engine is told, checked once and frozen; and what it works out from the machine: threads and KV memory.
+
+Flags and environment are the service's affair (`app.settings`). Here are only values and their limits. Memory and
+threads come from the control group and the CPU affinity, for in a container the machine's own figures lie.
+"""
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+from core.errors import InvalidRequest
+
+EMBEDDED_MODEL = "octavo-tiny"
+DEFAULT_KV_SHARE = 0.25  # of the memory limit, when neither blocks nor bytes are given
+MAX_DEFAULT_KV_BYTES = 2 * 2**30
+_CGROUP = Path("/sys/fs/cgroup")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SpeculativeConfig:
+    """`method` is where drafts come from; `num_speculative_tokens` how many a step, at most."""
+
+    method: str = "draft_model"
+    num_speculative_tokens: int = 3
+    model: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.method != "draft_model":
+            raise InvalidRequest(f"speculative method {self.method!r} is unknown, known is 'draft_model'", "method")
+        if not 1 <= self.num_speculative_tokens <= 16:
+            raise InvalidRequest(
+                f"num_speculative_tokens is {self.num_speculative_tokens}, allowed is [1, 16]", "num_speculative_tokens"
+            )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineConfig:
+    """Settings of one engine. Raises InvalidRequest on values that cannot be.
+
+    Args:
+        model: `octavo-tiny`, the path of a .gguf file, or a directory with safetensors.
+        block_size: tokens in a KV block.
+        num_kv_blocks: blocks in the pool; or `kv_cache_memory_bytes`; or neither: a share of the memory limit.
+        max_model_len: longest prompt + output; None for the model's own.
+        max_num_seqs: most requests running at once (the scheduler's `max_batch`).
+        max_num_batched_tokens: most tokens computed in one step.
+        max_logprobs: most alternatives a request may ask for.
+        seed: where the noise of requests without a seed comes from.
+        speculative: None for no speculation.
+        enable_scripts: accept requests that carry a script.
+        num_threads: threads of the numerics; None for the cores we may use.
+        cache_dir: where converted weights are kept for the next start; None to convert every time.
+    """
+
+    model: str = EMBEDDED_MODEL
+    block_size: int = 16
+    num_kv_blocks: int | None = None
+    kv_cache_memory_bytes: int | None = None
+    max_model_len: int | None = None
+    max_num_seqs: int = 64
+    max_num_batched_tokens: int = 512
+    max_logprobs: int = 20
+    seed: int = 0
+    speculative: SpeculativeConfig | None = None
+    enable_scripts: bool = False
+    num_threads: int | None = None
+    cache_dir: Path | None = None
+
+    def __post_init__(self) -> None:
+        for name in (
+            "block_size",
+            "num_kv_blocks",
+            "kv_cache_memory_bytes",
+            "max_model_len",
+            "max_num_seqs",
+            "max_num_batched_tokens",
+            "num_threads",
+        ):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise InvalidRequest(f"{name} is {value}, at least 1 is needed", name)
+
+
+def num_usable_cores() -> int:
+    """Cores this process may use: CPU affinity, cut down by the control group's quota, at least 1."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    quota = _read_words(_CGROUP / "cpu.max")
+    if len(quota) == 2 and quota[0] != "max":
+        cores = min(cores, max(1, int(quota[0]) // int(quota[1])))
+    return cores
+
+
+def memory_limit_bytes() -> int:
+    """Memory this process may use: the control group's limit or the machine's, whichever is less."""
+    limits = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
+    for name in ("memory.max", "memory/memory.limit_in_bytes"):
+        words = _read_words(_CGROUP / name)
+        if words and words[0] != "max":
+            limits.append(int(words[0]))
+    return min(limits)
+
+
+def _read_words(path: Path) -> list[str]:
+    try:
+        return path.read_text().split()
+    except OSError:
+        return []

@@ -1,0 +1,34 @@
+"""Randomness without state: noise is a function of who asks, where, and what for.
+
+The key is [seed, choice], the counter [0, position, purpose, index]. So batching, chunking, preemption and other
+people's traffic cannot change an answer. Philox: Salmon et al. 2011 (SC'11), counter-based random numbers.
+"""
+
+import enum
+
+import numpy as np
+from numpy.typing import NDArray
+
+
+class Purpose(enum.IntEnum):
+    """What a draw decides. Two purposes never share noise."""
+
+    SAMPLE = 0  # the token at a position, also when a draft is proposed by the keyed rule
+    DRAFT = 1  # a draft token that speculative_accept will judge
+    ACCEPT = 2  # the judgement
+
+
+def generator(seed: int, choice: int, position: int, purpose: Purpose, index: int = 0) -> np.random.Generator:
+    """A fresh generator for one decision. `seed` is any int64, taken modulo 2**64."""
+    # Position in the second counter word: in the first, the streams of neighbouring positions overlap.
+    bits = np.random.Philox(key=[seed % 2**64, choice], counter=[0, position, int(purpose), index])
+    return np.random.Generator(bits)
+
+
+def gumbel_noise(
+    seed: int, choice: int, position: int, purpose: Purpose, vocab_size: int, index: int = 0
+) -> NDArray[np.float64]:
+    """(V,) float64 standard Gumbel noise by token id; argmax(log law + noise) is a draw from the law."""
+    uniform_V = generator(seed, choice, position, purpose, index).random(vocab_size)
+    # random() can be 0, whose logarithm is infinite; half its spacing is as good.
+    return np.asarray(-np.log(-np.log(np.maximum(uniform_V, 2.0**-54))))

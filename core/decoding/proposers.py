@@ -1,0 +1,92 @@
+"""Where drafts come from: here, a small model over the same vocabulary.
+
+The draft model has no second pool: its keys and values lie in arrays of their own at the same block ids, so whatever
+the block manager does holds for both. It follows the target through every chunk of a prompt, and proposes up to as many
+tokens as the plan has slots for. Drafting: Leviathan et al. 2023, arXiv:2211.17192.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from core.decoding.sampler import law, sample_draft, sample_keyed
+from core.model.kv_cache import KVCache
+from core.model.transformer import Transformer, flat_batch
+from core.request import Request
+from core.step import ScheduledRequest, SchedulerOutput
+
+
+@dataclass(slots=True)
+class Draft:
+    """Proposed tokens of one request, and the laws they were drawn from (none for the keyed rule, which needs none)."""
+
+    token_ids: list[int] = field(default_factory=list)
+    laws: list[NDArray[np.float64]] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True)
+class Proposal:
+    """Drafts by request id, and how many tokens the draft model now has keys and values of."""
+
+    drafts: Mapping[str, Draft] = field(default_factory=dict)
+    draft_computed: Mapping[str, int] = field(default_factory=dict)
+
+
+def is_keyed(request: Request) -> bool:
+    """True if the token at a position is a function of law and seed alone, so that drafts must not show in the text."""
+    return request.params.is_greedy or request.params.seed is not None
+
+
+class DraftModelProposer:
+    """Proposes with a draft model; `cache` has the target's number of blocks and block size."""
+
+    def __init__(self, model: Transformer, cache: KVCache) -> None:
+        self._model = model
+        self._cache = cache
+
+    def copy_blocks(self, copies: Sequence[tuple[int, int]]) -> None:
+        self._cache.copy_blocks(copies)
+
+    def propose(self, plan: SchedulerOutput) -> Proposal:
+        """Run the draft model over what the plan computes, then on over its own tokens where there are draft slots."""
+        followed = [s for s in plan.scheduled if s.request.num_speculative_tokens and s.request.script is None]
+        if not followed:
+            return Proposal()
+        drafts = {s.request_id: Draft() for s in followed if s.num_draft_slots and s.yields_token}
+        computed = {s.request_id: s.end for s in followed}
+        runs = [(s, _catch_up(s), s.request.num_draft_computed_tokens) for s in followed]
+        while runs:
+            logits_RV = self._forward(runs)
+            for (scheduled, _, _), logits_V in zip(runs, logits_RV, strict=True):
+                if scheduled.request_id in drafts:
+                    _extend(drafts[scheduled.request_id], logits_V, scheduled.request)
+            unfinished = [
+                s
+                for s, _, _ in runs
+                if s.request_id in drafts and len(drafts[s.request_id].token_ids) < s.num_draft_slots
+            ]
+            runs = [(s, drafts[s.request_id].token_ids[-1:], computed[s.request_id]) for s in unfinished]
+            for scheduled in unfinished:
+                computed[scheduled.request_id] += 1
+        return Proposal(drafts, computed)
+
+    def _forward(self, runs: Sequence[tuple[ScheduledRequest, Sequence[int], int]]) -> NDArray[np.float32]:
+        batch = flat_batch([(tokens, position, s.block_ids) for s, tokens, position in runs], self._cache.block_size)
+        last_rows = np.array([span.row + span.num_tokens - 1 for span in batch.spans])
+        return self._model.forward(batch, self._cache, last_rows)
+
+
+def _catch_up(scheduled: ScheduledRequest) -> list[int]:
+    """Tokens the draft model has not seen yet, up to the end of what the plan computes."""
+    return scheduled.request.token_ids[scheduled.request.num_draft_computed_tokens : scheduled.end]
+
+
+def _extend(draft: Draft, logits_V: NDArray[np.float32], request: Request) -> None:
+    if is_keyed(request):
+        draft.token_ids.append(sample_keyed(logits_V, request, draft.token_ids))
+        return
+    law_V = law(logits_V, request, draft.token_ids)
+    draft.token_ids.append(sample_draft(law_V, request, len(draft.token_ids)))
+    draft.laws.append(law_V)

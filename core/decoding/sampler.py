@@ -1,0 +1,127 @@
+"""From logits to a law, and from a law to a token.
+
+The order of processing: penalties, bias, end-of-sequence mask (min_tokens), temperature, then top_k, top_p and min_p,
+each on what the one before has left. Log-probabilities are of the raw law, before all of it. Everything here is a
+function of one row of logits, the request's parameters and its tokens so far; it looks at no other row.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from core.decoding.noise import Purpose, gumbel_noise
+from core.request import Request, SamplingParams, TokenLogprobs
+
+LOGPROB_FLOOR = -9999.0  # JSON has no infinity
+
+Floats = NDArray[np.floating]
+
+
+def process_logits(logits_V: Floats, request: Request, extra: Sequence[int] = ()) -> Floats:
+    """Log of the law (up to a constant) from which the next token is drawn; -inf where it cannot be.
+
+    Args:
+        logits_V: (V,) float32 raw logits after the request's tokens and `extra`.
+        request: gives parameters, prompt and output so far.
+        extra: tokens behind those, of a draft under test.
+
+    Returns:
+        (V,) float; the input itself if there is nothing to do. With temperature 0 it is not scaled or filtered.
+    """
+    params = request.params
+    logits_V = _penalise(logits_V, request, extra)
+    if params.logit_bias:
+        logits_V = logits_V.copy()
+        logits_V[list(params.logit_bias)] += np.fromiter(params.logit_bias.values(), np.float32)
+    if request.num_output_tokens + len(extra) < params.min_tokens:
+        logits_V = logits_V.copy()
+        logits_V[[*request.eos_token_ids, *params.stop_token_ids]] = -np.inf
+    if params.is_greedy:
+        return logits_V
+    logits_V = logits_V.astype(np.float64) / params.temperature
+    return _keep_most_likely(logits_V, params)
+
+
+def _penalise(logits_V: Floats, request: Request, extra: Sequence[int]) -> Floats:
+    params = request.params
+    if params.repetition_penalty == 1 and params.presence_penalty == 0 and params.frequency_penalty == 0:
+        return logits_V
+    logits_V = logits_V.copy()
+    size = len(logits_V)
+    tokens = [t for t in (*request.token_ids, *extra) if t < size]
+    output = [t for t in (*request.output_token_ids, *extra) if t < size]
+    seen = np.unique(tokens)  # repetition counts the prompt too, the other two only the output
+    row = logits_V[seen]
+    logits_V[seen] = np.where(row > 0, row / params.repetition_penalty, row * params.repetition_penalty)
+    if output:
+        ids, counts = np.unique(output, return_counts=True)
+        logits_V[ids] -= params.frequency_penalty * counts + params.presence_penalty
+    return logits_V
+
+
+def _keep_most_likely(logits_V: NDArray[np.float64], params: SamplingParams) -> NDArray[np.float64]:
+    """Apply top_k, then top_p, then min_p, to scaled logits. Ties at a border: lower token ids stay."""
+    top_k = params.top_k if 0 < params.top_k < len(logits_V) else 0
+    if not top_k and params.top_p == 1 and params.min_p == 0:
+        return logits_V
+    order = np.argsort(-logits_V, kind="stable")
+    kept = order[:top_k] if top_k else order
+    probs = softmax(logits_V[kept])
+    if params.top_p < 1:
+        # The smallest set with at least top_p: a token stays if those before it have less.
+        kept = kept[np.cumsum(probs) - probs < params.top_p]
+        probs = softmax(logits_V[kept])
+    if params.min_p > 0:
+        kept = kept[probs >= params.min_p * probs[0]]
+    filtered_V = np.full_like(logits_V, -np.inf)
+    filtered_V[kept] = logits_V[kept]
+    return filtered_V
+
+
+def softmax(logits_V: Floats) -> NDArray[np.float64]:
+    """Softmax over the last axis in float64."""
+    weights = np.exp(logits_V.astype(np.float64) - logits_V.max(axis=-1, keepdims=True))
+    return np.asarray(weights / weights.sum(axis=-1, keepdims=True))
+
+
+def law(logits_V: Floats, request: Request, extra: Sequence[int] = ()) -> NDArray[np.float64]:
+    """(V,) float64 probabilities of the next token; a point mass with temperature 0."""
+    processed_V = process_logits(logits_V, request, extra)
+    if not request.params.is_greedy:
+        return softmax(processed_V)
+    probs_V = np.zeros(len(processed_V))
+    probs_V[int(processed_V.argmax())] = 1.0
+    return probs_V
+
+
+def sample_keyed(logits_V: Floats, request: Request, extra: Sequence[int] = ()) -> int:
+    """The token at the next position, by the noise of that position: argmax of log law + Gumbel noise.
+
+    Greedy requests take the most likely token. Draft and target that agree on the law agree on the token.
+    """
+    processed_V = process_logits(logits_V, request, extra)
+    if request.params.is_greedy:
+        return int(processed_V.argmax())
+    position = request.num_tokens + len(extra)
+    noise_V = gumbel_noise(request.seed, request.choice, position, Purpose.SAMPLE, len(processed_V))
+    return int((processed_V + noise_V).argmax())
+
+
+def sample_draft(probs_V: NDArray[np.float64], request: Request, index: int) -> int:
+    """A draft token drawn from `probs_V` with noise of its own, keyed by where the verification starts."""
+    noise_V = gumbel_noise(request.seed, request.choice, request.num_tokens, Purpose.DRAFT, len(probs_V), index)
+    with np.errstate(divide="ignore"):
+        return int((np.log(probs_V) + noise_V).argmax())
+
+
+def token_logprobs(logits_V: Floats, token_id: int, num_top: int) -> TokenLogprobs:
+    """Log-probabilities of the chosen token and of the `num_top` most likely, under the raw law."""
+    logits_V = logits_V.astype(np.float64)
+    top_logit = logits_V.max()
+    log_total = top_logit + np.log(np.exp(logits_V - top_logit).sum())
+    num_top = min(num_top, len(logits_V))
+    candidates = np.argpartition(-logits_V, num_top - 1)[:num_top].tolist() if num_top else []
+    top_ids: list[int] = sorted(candidates, key=lambda t: (-logits_V[t], t))
+    finite = np.maximum(logits_V[[token_id, *top_ids]] - log_total, LOGPROB_FLOOR).tolist()
+    return TokenLogprobs(finite[0], tuple(zip(top_ids, finite[1:], strict=True)))

@@ -1,0 +1,239 @@
+"""The one object the service talks to: add, abort, step. It joins scheduler and runner, and keeps the books.
+
+One thread at a time may touch it; only `check`, `stats` and what never changes may be read from others. What goes in
+(`NewRequest`) and what comes out (`RequestOutput`) is plain data, so that a process may stand between one day.
+"""
+
+import logging
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from core.config import EngineConfig
+from core.errors import ContextLengthExceeded, EngineDead, InvalidRequest, InvariantViolation
+from core.memory.block_manager import BlockManager, blocks_needed
+from core.model.config import ModelConfig
+from core.request import NewRequest, Request, RequestOutput, SamplingParams
+from core.scheduling.scheduler import ContinuousBatchingScheduler
+from core.scripted import RequestScript, ScriptedRunner
+from core.stats import EngineStats, StatsGatherer
+from core.step import Execute, ModelRunnerOutput, SchedulerOutput
+from core.tokenizer import IncrementalDetokenizer, Tokenizer
+
+logger = logging.getLogger(__name__)
+
+
+class Engine:
+    """A model being served.
+
+    Args:
+        config: limits; `num_kv_blocks` must be set by now.
+        model_config: the model's sizes.
+        tokenizer: its vocabulary.
+        execute: computes plans (`ModelRunner`).
+        clock: seconds, monotonic; the same that `NewRequest.arrival_s` was read from.
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        model_config: ModelConfig,
+        tokenizer: Tokenizer,
+        execute: Execute,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        if config.num_kv_blocks is None:
+            raise ValueError("num_kv_blocks is not set")
+        self.config = config
+        self.model_config = model_config
+        self.tokenizer = tokenizer
+        self.num_kv_blocks = config.num_kv_blocks
+        self.max_model_len = min(
+            config.max_model_len or model_config.max_position_embeddings,
+            model_config.max_position_embeddings,
+            config.num_kv_blocks * config.block_size,
+        )
+        self._runner: Execute = ScriptedRunner(execute) if config.enable_scripts else execute
+        self._clock = clock
+        self._block_manager = BlockManager(config.num_kv_blocks, config.block_size)
+        self._scheduler = ContinuousBatchingScheduler(
+            config.max_num_seqs,
+            self._block_manager,
+            execute=self._execute,
+            max_num_batched_tokens=config.max_num_batched_tokens,
+            max_model_len=self.max_model_len,
+        )
+        self._num_drafts = config.speculative.num_speculative_tokens if config.speculative else 0
+        self._seeds = np.random.default_rng(config.seed)
+        self._gatherer = StatsGatherer(self.max_model_len, self._num_drafts)
+        self._executed: list[tuple[SchedulerOutput, ModelRunnerOutput, float]] = []
+        self._is_dead = False
+        self.stats: EngineStats = self._snapshot()
+
+    # Requests
+
+    def check(self, prompt_token_ids: Sequence[int], params: SamplingParams) -> SamplingParams:
+        """Hold a request to this model's limits. Changes nothing; any thread may call it.
+
+        Returns:
+            The parameters with `max_tokens` set: what was asked, or the room that the context leaves.
+
+        Raises:
+            InvalidRequest: ids outside the vocabulary, an empty prompt, too many log-probabilities.
+            ContextLengthExceeded: prompt and output do not fit the context.
+        """
+        if not prompt_token_ids:
+            raise InvalidRequest("prompt has 0 tokens, at least 1 is needed", "prompt")
+        self._check_ids("prompt", prompt_token_ids)
+        self._check_ids("logit_bias", params.logit_bias)
+        self._check_ids("stop_token_ids", params.stop_token_ids)
+        if params.num_logprobs is not None and not 0 <= params.num_logprobs <= self.config.max_logprobs:
+            raise InvalidRequest(
+                f"logprobs is {params.num_logprobs}, allowed is [0, {self.config.max_logprobs}]", "logprobs"
+            )
+        room = self._room_behind(len(prompt_token_ids))
+        if params.max_tokens is None:
+            return replace(params, max_tokens=room, min_tokens=min(params.min_tokens, room))
+        if params.max_tokens > room:
+            raise ContextLengthExceeded(
+                f"This model's maximum context length is {self.max_model_len} tokens: the prompt is too long for"
+                f" max_tokens {params.max_tokens} ({len(prompt_token_ids)} tokens leave room for {room})",
+                "max_tokens",
+            )
+        return params
+
+    def _check_ids(self, name: str, token_ids: Iterable[int]) -> None:
+        vocab_size = self.model_config.vocab_size
+        for token_id in token_ids:
+            if not 0 <= token_id < vocab_size:
+                raise InvalidRequest(f"{name} has token id {token_id}, allowed is [0, {vocab_size - 1}]", name)
+
+    def _room_behind(self, num_prompt_tokens: int) -> int:
+        room = self.max_model_len - num_prompt_tokens
+        if room < 1:
+            needed = blocks_needed(num_prompt_tokens, self.config.block_size)
+            raise ContextLengthExceeded(
+                f"This model's maximum context length is {self.max_model_len} tokens: prompt is too long,"
+                f" {num_prompt_tokens} tokens and at least 1 to come"
+                f" (it needs {needed} KV blocks of {self.config.block_size} tokens, {self.num_kv_blocks} exist)",
+                "prompt",
+            )
+        return room
+
+    def add(self, new: NewRequest) -> None:
+        """Take a request.
+
+        Raises:
+            EngineDead: the engine has ended.
+            DuplicateRequest: its id is in use.
+            InvalidRequest: it fails `check`, or brings a script where scripts are off.
+        """
+        self._raise_if_dead()
+        params = self.check(new.prompt_token_ids, new.params)
+        if new.script is not None and not self.config.enable_scripts:
+            raise InvalidRequest("script is taken only by a server started with --enable-scripts", "script")
+        script = RequestScript(new.script, self.tokenizer) if new.script is not None else None
+        request = Request(
+            new.request_id,
+            new.prompt_token_ids,
+            params,
+            choice=new.choice,
+            seed=params.seed if params.seed is not None else int(self._seeds.integers(2**63)),
+            eos_token_ids=self.tokenizer.eos_token_ids,
+            decoder=IncrementalDetokenizer(script or self.tokenizer),
+            script=script,
+            arrival_s=new.arrival_s,
+        )
+        wanted = params.speculative_tokens
+        request.num_speculative_tokens = self._num_drafts if wanted is None else min(wanted, self._num_drafts)
+        self._scheduler.add_request(request)
+        self.stats = self._snapshot()
+
+    def abort(self, request_id: str) -> None:
+        """End a request at once and free its blocks; an id that is not (or no longer) there is ignored."""
+        request = self._scheduler.find(request_id)
+        if request is None:
+            return
+        self._scheduler.abort(request_id)
+        self._gatherer.on_finish(request, self._clock())
+        self.stats = self._snapshot()
+
+    @property
+    def has_unfinished_requests(self) -> bool:
+        return self._scheduler.has_unfinished_requests
+
+    # Steps
+
+    def step(self) -> list[RequestOutput]:
+        """One step of the scheduler; what it added to each request, at most one output a request.
+
+        A request whose computation raised ends with FinishReason.ERROR, alone.
+
+        Raises:
+            EngineDead: the engine had ended before.
+            InvariantViolation, MemoryError: it ends now; nothing can be added or stepped any more.
+        """
+        self._raise_if_dead()
+        self._executed.clear()
+        known = {s.request_id: s for s in self._scheduler.unfinished_requests()}
+        try:
+            self._scheduler.step()
+        except (InvariantViolation, MemoryError):
+            self._is_dead = True
+            raise
+        outputs = self._scheduler.take_outputs()
+        self._gather(outputs, known)
+        self.stats = self._snapshot()
+        return outputs
+
+    def _execute(self, plan: SchedulerOutput) -> ModelRunnerOutput:
+        started_s = self._clock()
+        result = self._runner(plan)
+        self._executed.append((plan, result, started_s))
+        return result
+
+    def _gather(self, outputs: Sequence[RequestOutput], known: dict[str, Request]) -> None:
+        now_s = self._clock()
+        for plan, result, started_s in self._executed:
+            self._gatherer.on_step(
+                [s.request_id for s in plan.scheduled], _num_iteration_tokens(plan, result), started_s
+            )
+            drafted = [s for s in plan.scheduled if _num_drafted(result, s.request_id)]
+            self._gatherer.on_drafts(
+                [_num_drafted(result, s.request_id) for s in drafted],
+                # What a stop cut off was not emitted, and the last token is never a draft's merit.
+                [s.request.num_tokens - s.end - 1 for s in drafted],
+            )
+        for output in outputs:
+            self._gatherer.on_output(known[output.request_id], output, now_s)
+
+    def _raise_if_dead(self) -> None:
+        if self._is_dead:
+            raise EngineDead("the engine has ended after a fault")
+
+    def _snapshot(self) -> EngineStats:
+        pool = self._block_manager.pool
+        return self._gatherer.snapshot(
+            num_running=self._scheduler.num_running,
+            num_waiting=self._scheduler.num_waiting,
+            kv_blocks=pool.num_blocks,
+            kv_blocks_free=pool.num_free_blocks,
+            kv_blocks_cached=pool.num_cached_blocks,
+            kv_blocks_used=pool.num_used_blocks,
+            kv_blocks_shared=pool.num_shared_blocks,
+            num_preemptions=self._scheduler.num_preemptions,
+        )
+
+
+def _num_drafted(result: ModelRunnerOutput, request_id: str) -> int:
+    sampled = result.sampled.get(request_id)
+    return 0 if sampled is None else sampled.num_draft_tokens
+
+
+def _num_iteration_tokens(plan: SchedulerOutput, result: ModelRunnerOutput) -> int:
+    """Prompt tokens computed plus tokens generated in the step."""
+    computed = sum(s.num_tokens for s in plan.scheduled if s.start < s.request.num_prompt_tokens)
+    return computed + sum(len(sampled.token_ids) for sampled in result.sampled.values())

@@ -1,0 +1,151 @@
+"""From a config to a running engine: files to weights, memory to blocks, cores to threads."""
+
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from core.config import (
+    DEFAULT_KV_SHARE,
+    EMBEDDED_MODEL,
+    MAX_DEFAULT_KV_BYTES,
+    EngineConfig,
+    memory_limit_bytes,
+    num_usable_cores,
+)
+from core.decoding.proposers import DraftModelProposer
+from core.engine import Engine
+from core.errors import InvalidRequest, ModelLoadError
+from core.memory.block_manager import blocks_needed
+from core.model import tiny
+from core.model.config import ModelConfig
+from core.model.kv_cache import KVCache
+from core.model.transformer import Transformer
+from core.model.weights import LoadedWeights, load_model_config, load_model_files
+from core.model_runner import ModelRunner
+from core.tokenizer import ByteTokenizer, Tokenizer, load_tokenizer
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class KVMemory:
+    """How the KV cache is cut up. `max_concurrency`: requests of full context length that fit at once."""
+
+    bytes_per_token: int
+    block_size: int
+    num_blocks: int
+    max_model_len: int
+
+    @property
+    def num_tokens(self) -> int:
+        return self.num_blocks * self.block_size
+
+    @property
+    def num_bytes(self) -> int:
+        return self.num_tokens * self.bytes_per_token
+
+    @property
+    def max_concurrency(self) -> float:
+        return self.num_blocks / blocks_needed(self.max_model_len, self.block_size)
+
+
+def kv_memory(config: EngineConfig) -> KVMemory:
+    """The cut of the KV cache for this config, without loading weights. Raises ModelLoadError, InvalidRequest."""
+    return _kv_memory(config, *_model_configs(config))
+
+
+def _model_configs(config: EngineConfig) -> tuple[ModelConfig, ModelConfig | None]:
+    draft_path = _draft_path(config)
+    draft = load_model_config(draft_path, cache_dir=config.cache_dir) if draft_path else None
+    return load_model_config(_model_path(config.model), cache_dir=config.cache_dir), draft
+
+
+def _kv_memory(config: EngineConfig, model: ModelConfig, draft: ModelConfig | None) -> KVMemory:
+    bytes_per_token = model.kv_bytes_per_token() + (draft.kv_bytes_per_token() if draft else 0)
+    max_model_len = config.max_model_len or model.max_position_embeddings
+    if max_model_len > model.max_position_embeddings:
+        raise InvalidRequest(
+            f"max_model_len is {max_model_len}, the model's limit is {model.max_position_embeddings}", "max_model_len"
+        )
+    num_blocks = config.num_kv_blocks or _default_num_blocks(config, bytes_per_token, max_model_len)
+    if num_blocks < 1:
+        raise InvalidRequest(
+            f"kv_cache_memory_bytes is {config.kv_cache_memory_bytes}, one block takes"
+            f" {config.block_size * bytes_per_token}",
+            "kv_cache_memory_bytes",
+        )
+    return KVMemory(bytes_per_token, config.block_size, num_blocks, min(max_model_len, num_blocks * config.block_size))
+
+
+def _default_num_blocks(config: EngineConfig, bytes_per_token: int, max_model_len: int) -> int:
+    bytes_per_block = config.block_size * bytes_per_token
+    if config.kv_cache_memory_bytes is not None:
+        return config.kv_cache_memory_bytes // bytes_per_block
+    useful = config.max_num_seqs * blocks_needed(max_model_len, config.block_size)
+    share = min(int(memory_limit_bytes() * DEFAULT_KV_SHARE), MAX_DEFAULT_KV_BYTES)
+    return max(1, min(useful, share // bytes_per_block))
+
+
+def _model_path(model: str) -> Path:
+    return tiny.TARGET_DIR if model == EMBEDDED_MODEL else Path(model)
+
+
+def _draft_path(config: EngineConfig) -> Path | None:
+    if config.speculative is None:
+        return None
+    if config.speculative.model is not None:
+        return _model_path(config.speculative.model)
+    if config.model != EMBEDDED_MODEL:
+        raise InvalidRequest(f"speculative method draft_model needs a draft 'model' for {config.model}", "model")
+    return tiny.DRAFT_DIR
+
+
+def load_engine(config: EngineConfig) -> Engine:
+    """Load the model and start an engine on it.
+
+    Raises:
+        ModelLoadError: files are missing, damaged, of a kind we do not run, or target and draft do not match.
+        InvalidRequest: the config does not suit the model.
+    """
+    _limit_threads(config.num_threads or num_usable_cores())
+    weights = load_model_files(_model_path(config.model), cache_dir=config.cache_dir)
+    draft_path = _draft_path(config)
+    draft_weights = load_model_files(draft_path, cache_dir=config.cache_dir) if draft_path else None
+    memory = _kv_memory(config, weights.config, draft_weights.config if draft_weights else None)
+    config = replace(config, num_kv_blocks=memory.num_blocks, max_model_len=memory.max_model_len)
+    model, cache = _model_and_cache(weights, memory)
+    proposer = None
+    if draft_weights is not None:
+        _check_pair(weights.config, draft_weights.config)
+        proposer = DraftModelProposer(*_model_and_cache(draft_weights, memory))
+    return Engine(config, weights.config, _tokenizer(config), ModelRunner(model, cache, proposer))
+
+
+def _model_and_cache(weights: LoadedWeights, memory: KVMemory) -> tuple[Transformer, KVCache]:
+    tensors: Mapping[str, NDArray[np.floating[Any]]] = weights.tensors
+    model = Transformer(weights.config, tensors, memory.max_model_len)
+    return model, KVCache(weights.config, memory.num_blocks, memory.block_size)
+
+
+def _check_pair(target: ModelConfig, draft: ModelConfig) -> None:
+    if target.vocab_size != draft.vocab_size:
+        raise ModelLoadError(f"draft model has vocabulary {draft.vocab_size}, the target's is {target.vocab_size}")
+
+
+def _tokenizer(config: EngineConfig) -> Tokenizer:
+    if config.model == EMBEDDED_MODEL:
+        return ByteTokenizer(tiny.chat_template())
+    return load_tokenizer(Path(config.model), cache_dir=config.cache_dir)
+
+
+def _limit_threads(num_threads: int) -> None:
+    """Never more BLAS threads than cores: two that share a core wait for each other."""
+    from threadpoolctl import threadpool_limits
+
+    threadpool_limits(limits=num_threads, user_api="blas")
+    logger.info("numerics use %d threads", num_threads)

@@ -1,0 +1,1 @@
+"""The paged KV cache, as integers: blocks and tables. No NumPy here."""

@@ -1,0 +1,131 @@
+"""From a plan to tokens: propose, run the model once over everybody, verify, sample.
+
+The plan's requests become one flat batch; a request's known tokens are followed by its drafts, so verifying them is just
+more rows. Blocks are copied before anything is computed. Nothing here changes a request: results go back to the
+scheduler's `update()`.
+
+Two rules accept drafts. Greedy requests and those with a seed are keyed: at every position the target's token is a
+function of its law and the noise of that position, and a draft counts if it is that token, so the text is the same with
+any drafter or none. The others use `speculative.verify_drafts`, which accepts more.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from core.decoding.noise import Purpose, generator
+from core.decoding.proposers import Draft, DraftModelProposer, Proposal
+from core.decoding.sampler import law, sample_keyed, token_logprobs
+from core.decoding.speculative import verify_drafts
+from core.model.kv_cache import KVCache
+from core.model.transformer import Transformer, flat_batch
+from core.request import Request, TokenLogprobs
+from core.step import ModelRunnerOutput, SampledTokens, ScheduledRequest, SchedulerOutput
+
+Floats = NDArray[np.float32]
+
+
+class ModelRunner:
+    """The `execute` of a real engine.
+
+    Args:
+        model: the target.
+        cache: its keys and values.
+        proposer: where drafts come from; None for no speculation.
+    """
+
+    def __init__(self, model: Transformer, cache: KVCache, proposer: DraftModelProposer | None = None) -> None:
+        self._model = model
+        self._cache = cache
+        self._proposer = proposer
+
+    def __call__(self, plan: SchedulerOutput) -> ModelRunnerOutput:
+        """Compute the plan: keys and values of its tokens, and new tokens of those requests that yield."""
+        self._copy_blocks(plan.block_copies)
+        proposal = self._proposer.propose(plan) if self._proposer else Proposal()
+        yielding = [s for s in plan.scheduled if s.yields_token]
+        drafts = [proposal.drafts.get(s.request_id, Draft()) for s in yielding]
+        rows = self._run_target(plan, proposal)
+        new_tokens = _accept(yielding, drafts, rows)
+        sampled = {
+            s.request_id: SampledTokens(tokens, _logprobs(s.request, tokens, logits), len(draft.token_ids))
+            for s, draft, tokens, logits in zip(yielding, drafts, new_tokens, rows, strict=True)
+        }
+        return ModelRunnerOutput(sampled, proposal.draft_computed)
+
+    def _copy_blocks(self, copies: Sequence[tuple[int, int]]) -> None:
+        self._cache.copy_blocks(copies)
+        if self._proposer:
+            self._proposer.copy_blocks(copies)
+
+    def _run_target(self, plan: SchedulerOutput, proposal: Proposal) -> list[Floats]:
+        """(K+1, V) logits for each request that yields: behind its last token and behind each of its drafts."""
+        runs, num_wanted = [], []
+        for s in plan.scheduled:
+            draft = proposal.drafts.get(s.request_id, Draft()).token_ids
+            runs.append((s.request.token_ids[s.start : s.end] + draft, s.start, s.block_ids))
+            num_wanted.append(len(draft) + 1 if s.yields_token else 0)
+        batch = flat_batch(runs, self._cache.block_size)
+        ends = [span.row + span.num_tokens for span in batch.spans]
+        wanted = [np.arange(end - num, end) for end, num in zip(ends, num_wanted, strict=True)]
+        logits_RV = self._model.forward(batch, self._cache, np.concatenate(wanted))
+        starts = np.cumsum([0, *num_wanted])
+        return [logits_RV[a : a + num] for a, num in zip(starts[:-1], num_wanted, strict=True) if num]
+
+
+def _accept(yielding: Sequence[ScheduledRequest], drafts: Sequence[Draft], rows: Sequence[Floats]) -> list[list[int]]:
+    """New tokens of each request: accepted drafts and one more. Requests of the token rule go together by draft length."""
+    accepted: list[list[int]] = [[] for _ in yielding]
+    by_length: dict[int, list[int]] = {}
+    for i, (scheduled, draft) in enumerate(zip(yielding, drafts, strict=True)):
+        if draft.laws:
+            by_length.setdefault(len(draft.token_ids), []).append(i)
+        else:
+            accepted[i] = _accept_keyed(scheduled.request, draft.token_ids, rows[i])
+    for members in by_length.values():
+        requests = [yielding[i].request for i in members]
+        group = _accept_by_token_rule(requests, [drafts[i] for i in members], [rows[i] for i in members])
+        for i, tokens in zip(members, group, strict=True):
+            accepted[i] = tokens
+    return accepted
+
+
+def _accept_keyed(request: Request, draft: Sequence[int], logits_KV: Floats) -> list[int]:
+    """Walk along the draft for as long as it says what the target says."""
+    tokens: list[int] = []
+    for i, logits_V in enumerate(logits_KV):
+        tokens.append(sample_keyed(logits_V, request, tokens))
+        if i < len(draft) and tokens[-1] != draft[i]:
+            break
+    return tokens
+
+
+def _accept_by_token_rule(
+    requests: Sequence[Request], drafts: Sequence[Draft], rows: Sequence[Floats]
+) -> list[list[int]]:
+    """All drafts have the same length. Draws are keyed by where the verification starts."""
+    draft_RK = np.array([draft.token_ids for draft in drafts])
+    target_RKV = np.stack([_laws(r, d.token_ids, logits) for r, d, logits in zip(requests, drafts, rows, strict=True)])
+    draft_probs_RKV = np.stack([np.stack(draft.laws) for draft in drafts])
+    num_draws = draft_RK.shape[1] + 1
+    uniforms_RK = np.stack(
+        [generator(r.seed, r.choice, r.num_tokens, Purpose.ACCEPT).random(num_draws) for r in requests]
+    )
+    num_accepted_R, bonus_R = verify_drafts(draft_RK, target_RKV, draft_probs_RKV, uniforms_RK)
+    return [
+        [*draft.token_ids[:num], bonus]
+        for draft, num, bonus in zip(drafts, num_accepted_R.tolist(), bonus_R.tolist(), strict=True)
+    ]
+
+
+def _laws(request: Request, draft: Sequence[int], logits_KV: Floats) -> NDArray[np.float64]:
+    """(K+1, V): row i is the law after i draft tokens, processed over exactly those tokens."""
+    return np.stack([law(logits_V, request, draft[:i]) for i, logits_V in enumerate(logits_KV)])
+
+
+def _logprobs(request: Request, tokens: Sequence[int], logits_KV: Floats) -> list[TokenLogprobs] | tuple[()]:
+    num_top = request.params.num_logprobs
+    if num_top is None:
+        return ()
+    return [token_logprobs(logits_V, token, num_top) for token, logits_V in zip(tokens, logits_KV, strict=False)]

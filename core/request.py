@@ -1,0 +1,279 @@
+"""One sequence being generated: what was asked, what has come so far, what leaves with each step.
+
+A request has tokens, and some of them have KV (`num_computed_tokens`); everything the scheduler does is catching up.
+State changes only in the scheduler's `update()`. Text is not the engine's affair but for stop strings: for those
+the request carries a decoder, so that nothing here knows a tokenizer.
+"""
+
+import enum
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from core.errors import InvalidRequest
+
+MAX_STOP_STRINGS = 4
+INT64_MIN, INT64_MAX = -(2**63), 2**63 - 1
+
+
+class RequestStatus(enum.Enum):
+    """Where a request is in its life; compare by identity."""
+
+    WAITING = "waiting"
+    RUNNING = "running"
+    PREEMPTED = "preempted"
+    FINISHED = "finished"
+
+
+class FinishReason(enum.Enum):
+    """Why a request ended. The values are vLLM's `finished_reason` labels."""
+
+    STOP = "stop"
+    LENGTH = "length"
+    ABORT = "abort"
+    ERROR = "error"
+
+
+class Decoder(Protocol):
+    """Turns token ids into text piece by piece; joined pieces equal the text of all tokens."""
+
+    def decode(self, token_id: int) -> str:
+        """Text that this token completes; '' while a character is still open."""
+
+    def flush(self) -> str:
+        """What is left at the end: one U+FFFD if a character stayed open, else ''."""
+
+    @property
+    def is_open(self) -> bool:
+        """True while bytes of an unfinished character are held."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingParams:
+    """How a request's tokens are drawn and when they end. Checked on construction (InvalidRequest).
+
+    Fields mean what vLLM's mean. `max_tokens` None: up to the context's end. `top_k` 0 or -1: off. `seed`: int64 or
+    None. `num_logprobs`: how many alternatives are reported with each token, None for no logprobs at all.
+    `speculative_tokens`: most draft tokens a step, None for the engine's own choice.
+    """
+
+    max_tokens: int | None = 16
+    min_tokens: int = 0
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    seed: int | None = None
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    include_stop_str_in_output: bool = False
+    ignore_eos: bool = False
+    num_logprobs: int | None = None
+    speculative_tokens: int | None = None
+
+    def __post_init__(self) -> None:
+        _in_range("temperature", self.temperature, 0, 2)
+        _in_range("top_p", self.top_p, 0, 1, low_open=True)
+        _in_range("min_p", self.min_p, 0, 1)
+        _in_range("presence_penalty", self.presence_penalty, -2, 2)
+        _in_range("frequency_penalty", self.frequency_penalty, -2, 2)
+        _in_range("repetition_penalty", self.repetition_penalty, 0, 2, low_open=True)
+        _in_range("top_k", self.top_k, -1, INT64_MAX)
+        _in_range("min_tokens", self.min_tokens, 0, INT64_MAX)
+        if self.max_tokens is not None:
+            _in_range("max_tokens", self.max_tokens, 1, INT64_MAX)
+            if self.min_tokens > self.max_tokens:
+                raise InvalidRequest(
+                    f"min_tokens {self.min_tokens} is more than max_tokens {self.max_tokens}", "min_tokens"
+                )
+        if self.seed is not None:
+            _in_range("seed", self.seed, INT64_MIN, INT64_MAX)
+        for token_id, bias in self.logit_bias.items():
+            _in_range("logit_bias", bias, -100, 100, of=f" of token {token_id}")
+        if len(self.stop) > MAX_STOP_STRINGS:
+            raise InvalidRequest(f"stop has {len(self.stop)} strings, limit is {MAX_STOP_STRINGS}", "stop")
+        if "" in self.stop:
+            raise InvalidRequest("stop has an empty string", "stop")
+
+    @property
+    def is_greedy(self) -> bool:
+        return self.temperature == 0
+
+
+def _in_range(name: str, value: float, low: float, high: float, *, low_open: bool = False, of: str = "") -> None:
+    if not (low < value if low_open else low <= value) or not value <= high:  # NaN fails both
+        opening = "(" if low_open else "["
+        raise InvalidRequest(f"{name}{of} is {value}, allowed is {opening}{low}, {high}]", name)
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprobs:
+    """Log-probabilities at one position, of the raw law (before penalties, temperature and masks).
+
+    `logprob` is the chosen token's; `top` lists (token id, logprob), most likely first. All finite (floor -9999).
+    """
+
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class OutputToken:
+    """One token as it leaves the engine: its id, the text it completed, its log-probabilities if asked for."""
+
+    token_id: int
+    text: str
+    logprobs: TokenLogprobs | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class RequestOutput:
+    """What one step adds to one request: a delta. `finish_reason` is set on the last one only.
+
+    `text` is what may be shown now; it lags behind `num_generated_tokens` while a stop string or a character may
+    still complete. `tokens` are exactly those whose text this delta brings to an end.
+    """
+
+    request_id: str
+    text: str
+    tokens: tuple[OutputToken, ...]
+    num_prompt_tokens: int
+    num_cached_tokens: int
+    num_generated_tokens: int
+    finish_reason: FinishReason | None = None
+    stop_reason: str | int | None = None
+    error: str | None = None
+
+    @property
+    def is_finished(self) -> bool:
+        return self.finish_reason is not None
+
+
+# What a script may hold: pieces (text or bytes), each emitted as one token; a nested tuple is emitted in one step.
+ScriptPiece = str | bytes
+ScriptEntry = ScriptPiece | tuple[ScriptPiece, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NewRequest:
+    """What crosses from the service to the engine for each sequence: plain, picklable, already checked.
+
+    Args:
+        choice: its number among the samples of its own prompt.
+        arrival_s: when the service received it (time.monotonic).
+        script: what to say instead of the model (`core.scripted`), or None.
+    """
+
+    request_id: str
+    prompt_token_ids: tuple[int, ...]
+    params: SamplingParams
+    choice: int = 0
+    arrival_s: float = 0.0
+    script: tuple[ScriptEntry, ...] | None = None
+
+
+class Script(Protocol):
+    """What a scripted request says instead of the model: see `core.scripted`."""
+
+    def group_at(self, num_output_tokens: int) -> Sequence[int]:
+        """Token ids to emit in the step that starts after so many output tokens; at least one."""
+
+
+class Request:
+    """One sequence. The scheduler owns its progress; everyone else reads.
+
+    Args:
+        request_id: unique in the engine.
+        prompt_token_ids: at least one id.
+        params: how to sample and stop. `max_tokens` must be set by now.
+        choice: which of the samples of one prompt this is; part of the noise key.
+        seed: the seed of its noise; `params.seed`, or one the engine drew.
+        eos_token_ids: ids that end it unless `ignore_eos`.
+        decoder: text of its tokens, for stop strings; None where nobody asks for text.
+        script: tokens to say instead of the model's.
+        arrival_s: when the service received it, on the engine's clock.
+    """
+
+    def __init__(
+        self,
+        request_id: str,
+        prompt_token_ids: Sequence[int],
+        params: SamplingParams,
+        *,
+        choice: int = 0,
+        seed: int = 0,
+        eos_token_ids: frozenset[int] = frozenset(),
+        decoder: Decoder | None = None,
+        script: Script | None = None,
+        arrival_s: float = 0.0,
+    ) -> None:
+        if not prompt_token_ids:
+            raise InvalidRequest("prompt has 0 tokens, at least 1 is needed", "prompt")
+        if params.max_tokens is None:
+            raise InvalidRequest("max_tokens is not set", "max_tokens")
+        self.request_id = request_id
+        self.params = params
+        self.choice = choice
+        self.seed = seed
+        self.eos_token_ids = eos_token_ids
+        self.decoder = decoder
+        self.script = script
+        self.arrival_s = arrival_s
+        self.num_prompt_tokens = len(prompt_token_ids)
+        self.max_tokens: int = params.max_tokens
+        self.token_ids: list[int] = list(prompt_token_ids)
+        self.status = RequestStatus.WAITING
+        self.age = 0  # order of arrival, given by the scheduler
+        self.num_speculative_tokens = 0  # most drafts a step, given by the engine
+        self.num_computed_tokens = 0
+        self.num_draft_computed_tokens = 0
+        self.num_cached_tokens = 0
+        self.num_preemptions = 0
+        self.finish_reason: FinishReason | None = None
+        self.stop_reason: str | int | None = None
+        self.error: str | None = None
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.token_ids)
+
+    @property
+    def num_output_tokens(self) -> int:
+        return len(self.token_ids) - self.num_prompt_tokens
+
+    @property
+    def output_token_ids(self) -> list[int]:
+        return self.token_ids[self.num_prompt_tokens :]
+
+    @property
+    def num_missing_tokens(self) -> int:
+        """Tokens that still lack KV; 1 for a request that is merely decoding."""
+        return len(self.token_ids) - self.num_computed_tokens
+
+    @property
+    def is_finished(self) -> bool:
+        return self.finish_reason is not None
+
+    @property
+    def num_drafts_wanted(self) -> int:
+        """Most draft tokens its next step could use: never past max_tokens, whose last token needs no draft."""
+        wanted = self.num_speculative_tokens
+        if self.script is not None:
+            wanted = len(self.script.group_at(self.num_output_tokens)) - 1
+        return max(0, min(wanted, self.max_tokens - self.num_output_tokens - 1))
+
+    def finish(self, reason: FinishReason, stop_reason: str | int | None = None) -> None:
+        """End it; the first reason given stands."""
+        if self.finish_reason is None:
+            self.finish_reason, self.stop_reason = reason, stop_reason
+            self.status = RequestStatus.FINISHED
+
+    def __repr__(self) -> str:
+        return (
+            f"Request({self.request_id!r}, {self.status.value}, {self.num_prompt_tokens} prompt"
+            f" + {self.num_output_tokens} output tokens, {self.num_computed_tokens} computed)"
+        )

@@ -1,0 +1,1 @@
+"""Continuous batching: who computes how many tokens in which step. Integers only."""

@@ -1,0 +1,21 @@
+"""Who goes next and who gives way. First come, first served: age is arrival, then choice.
+
+A policy answers two questions and changes nothing. The oldest running request is never a victim; so it always
+gets on, finishes, and leaves its blocks to the others: no livelock.
+"""
+
+from collections.abc import Sequence
+
+from core.request import Request
+
+
+class FirstComeFirstServed:
+    """Both sequences are in order of age, oldest first."""
+
+    def next_to_admit(self, waiting: Sequence[Request]) -> Request:
+        """The waiting request to admit first; if it does not fit, nobody passes it."""
+        return waiting[0]
+
+    def victim(self, running: Sequence[Request]) -> Request | None:
+        """The running request to preempt: the youngest. None if only the oldest is left."""
+        return running[-1] if len(running) > 1 else None

@@ -1,0 +1,162 @@
+"""When a request ends, and what text may be shown before that.
+
+Tokens come one at a time, also when a step brings several, so an end inside an accepted run cuts the rest off. The
+order of tests for one token: end of sequence and stop ids, stop strings, length. Text that could still become a stop
+string, or a whole character, is held back; it leaves with whole tokens, so that log-probabilities stay aligned with it.
+"""
+
+from dataclasses import dataclass
+
+from core.request import FinishReason, OutputToken, Request, RequestOutput, TokenLogprobs
+
+
+@dataclass(slots=True)
+class _HeldToken:
+    token: OutputToken
+    text_end: int  # where its text ends, counted in the held text
+    is_closed: bool  # no character is left open behind it
+
+
+def find_stop(text: str, stops: tuple[str, ...], num_seen: int) -> tuple[int, str] | None:
+    """The match that starts first, (index, stop string), among those that end behind the first `num_seen` characters.
+
+    Of two that start at the same place the one that stands first in `stops` wins.
+    """
+    matches = [
+        (index, rank, stop)
+        for rank, stop in enumerate(stops)
+        if (index := text.find(stop, max(0, num_seen - len(stop) + 1))) >= 0
+    ]
+    if not matches:
+        return None
+    index, _, stop = min(matches)
+    return index, stop
+
+
+def partial_stop_length(text: str, stops: tuple[str, ...]) -> int:
+    """Length of the longest tail of `text` that is the beginning of a stop string."""
+    longest = max((len(stop) for stop in stops), default=0)
+    for length in range(min(len(text), longest - 1), 0, -1):
+        if any(stop.startswith(text[-length:]) for stop in stops):
+            return length
+    return 0
+
+
+class StopTracker:
+    """Follows one request's tokens: ends it when it is time, and gathers what may leave.
+
+    Args:
+        request: its params say when to stop; `append` adds to its tokens and may finish it.
+        max_model_len: prompt and output together never pass this; None for no limit.
+    """
+
+    def __init__(self, request: Request, max_model_len: int | None = None) -> None:
+        self._request = request
+        self._max_model_len = max_model_len
+        self._held_text = ""
+        self._held: list[_HeldToken] = []
+        self._ready: list[OutputToken] = []
+        self._ready_text = ""
+
+    def append(self, token_id: int, logprobs: TokenLogprobs | None = None) -> None:
+        """Take one token; afterwards `request.is_finished` may be true, and then nothing more may be appended."""
+        request = self._request
+        request.token_ids.append(token_id)
+        may_stop = request.num_output_tokens > request.params.min_tokens
+        if may_stop and self._ends_by_id(token_id):
+            self._hold(token_id, "", logprobs)
+            is_eos = token_id in request.eos_token_ids and token_id not in request.params.stop_token_ids
+            self._finish(FinishReason.STOP, None if is_eos else token_id)
+            return
+        num_seen = len(self._held_text)
+        self._hold(token_id, self._decode(token_id), logprobs)
+        match = find_stop(self._held_text, request.params.stop, num_seen) if may_stop else None
+        if match is not None:
+            self._finish_at(*match)
+        elif self._is_at_limit():
+            self._finish(FinishReason.LENGTH)
+        else:
+            self._let_go()
+
+    def _ends_by_id(self, token_id: int) -> bool:
+        params = self._request.params
+        if token_id in params.stop_token_ids:
+            return True
+        return token_id in self._request.eos_token_ids and not params.ignore_eos
+
+    def _is_at_limit(self) -> bool:
+        request = self._request
+        at_context_end = self._max_model_len is not None and request.num_tokens >= self._max_model_len
+        return request.num_output_tokens >= request.max_tokens or at_context_end
+
+    def _decode(self, token_id: int) -> str:
+        decoder = self._request.decoder
+        return "" if decoder is None else decoder.decode(token_id)
+
+    def _hold(self, token_id: int, text: str, logprobs: TokenLogprobs | None) -> None:
+        self._held_text += text
+        decoder = self._request.decoder
+        is_closed = decoder is None or not decoder.is_open
+        self._held.append(_HeldToken(OutputToken(token_id, text, logprobs), len(self._held_text), is_closed))
+
+    def _let_go(self) -> None:
+        """Release every leading token that neither a stop string nor an open character can still reach."""
+        safe = len(self._held_text) - partial_stop_length(self._held_text, self._request.params.stop)
+        count = 0
+        for i, held in enumerate(self._held):
+            if held.text_end > safe:
+                break
+            if held.is_closed:
+                count = i + 1
+        self._release(count)
+
+    def _release(self, count: int) -> None:
+        if count == 0:
+            return
+        end = self._held[count - 1].text_end
+        self._ready.extend(held.token for held in self._held[:count])
+        self._ready_text += self._held_text[:end]
+        self._held_text = self._held_text[end:]
+        self._held = self._held[count:]
+        for held in self._held:
+            held.text_end -= end
+
+    def _finish(self, reason: FinishReason, stop_reason: str | int | None = None) -> None:
+        decoder = self._request.decoder
+        rest = "" if decoder is None else decoder.flush()
+        if rest:
+            last = self._held[-1]
+            self._held_text += rest
+            last.token = OutputToken(last.token.token_id, last.token.text + rest, last.token.logprobs)
+            last.text_end = len(self._held_text)
+        self._release(len(self._held))
+        self._request.finish(reason, stop_reason)
+
+    def _finish_at(self, index: int, stop: str) -> None:
+        if self._request.params.include_stop_str_in_output:
+            index += len(stop)
+        self._held_text = self._held_text[:index]
+        start = 0
+        for held in self._held:
+            end = min(held.text_end, index)
+            held.token = OutputToken(held.token.token_id, self._held_text[start:end], held.token.logprobs)
+            held.text_end = start = end
+        self._release(len(self._held))
+        self._request.finish(FinishReason.STOP, stop)
+
+    def take_output(self) -> RequestOutput:
+        """What may leave now, as a delta; it is handed over."""
+        request = self._request
+        output = RequestOutput(
+            request_id=request.request_id,
+            text=self._ready_text,
+            tokens=tuple(self._ready),
+            num_prompt_tokens=request.num_prompt_tokens,
+            num_cached_tokens=request.num_cached_tokens,
+            num_generated_tokens=request.num_output_tokens,
+            finish_reason=request.finish_reason,
+            stop_reason=request.stop_reason,
+            error=request.error,
+        )
+        self._ready, self._ready_text = [], ""
+        return output

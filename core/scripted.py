@@ -1,0 +1,81 @@
+"""A runner that says what a request's script tells it; for tests of clients and of everything behind the model.
+
+A script is a list of pieces, text or bytes, each emitted as exactly one token in order; pieces nested in a tuple come
+in one step, as accepted drafts do. Behind the last piece comes the end token. A piece that the vocabulary has as one
+token is that token; any other gets an id beyond the vocabulary that only its request knows. Blocks, scheduling, stops
+and streams are the real engine's: only the model is not run for these requests, and their log-probabilities are 0.
+"""
+
+from collections.abc import Sequence
+from itertools import accumulate, chain
+
+from core.errors import InvalidRequest
+from core.request import ScriptEntry, ScriptPiece, TokenLogprobs
+from core.step import Execute, ModelRunnerOutput, SampledTokens, ScheduledRequest, SchedulerOutput
+from core.tokenizer import Tokenizer
+
+
+class RequestScript:
+    """One request's script as token ids, and the bytes of those that only it knows.
+
+    Raises:
+        InvalidRequest: an empty script, group or piece.
+    """
+
+    def __init__(self, entries: Sequence[ScriptEntry], tokenizer: Tokenizer) -> None:
+        groups = [entry if isinstance(entry, tuple) else (entry,) for entry in entries]
+        if not groups or not all(groups) or not all(chain.from_iterable(groups)):
+            raise InvalidRequest("script, or a group or piece in it, is empty", "script")
+        self._tokenizer = tokenizer
+        self._own_bytes: dict[int, bytes] = {}
+        self._token_ids = [self._token_id(piece) for group in groups for piece in group]
+        self._group_ends = list(accumulate(len(group) for group in groups))
+        self._end_token_id = min(tokenizer.eos_token_ids)
+
+    def _token_id(self, piece: ScriptPiece) -> int:
+        data = piece.encode() if isinstance(piece, str) else piece
+        if isinstance(piece, str):
+            ids = self._tokenizer.encode(piece, add_special_tokens=False)
+            if len(ids) == 1 and self._tokenizer.token_bytes(ids[0]) in (data, b""):
+                return ids[0]
+        token_id = self._tokenizer.vocab_size + len(self._own_bytes)
+        self._own_bytes[token_id] = data
+        return token_id
+
+    def group_at(self, num_output_tokens: int) -> Sequence[int]:
+        """Token ids to emit in the step that starts after so many output tokens; at least one."""
+        end = next((end for end in self._group_ends if end > num_output_tokens), None)
+        return (self._end_token_id,) if end is None else self._token_ids[num_output_tokens:end]
+
+    @property
+    def strips_leading_space(self) -> bool:
+        return self._tokenizer.strips_leading_space
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """Bytes of a token, its own ones included."""
+        return self._own_bytes.get(token_id) or self._tokenizer.token_bytes(token_id)
+
+
+class ScriptedRunner:
+    """Serves scripted requests itself and hands the rest of the plan to `inner`."""
+
+    def __init__(self, inner: Execute) -> None:
+        self._inner = inner
+
+    def __call__(self, plan: SchedulerOutput) -> ModelRunnerOutput:
+        others = tuple(s for s in plan.scheduled if s.request.script is None)
+        sampled = {s.request_id: _say(s) for s in plan.scheduled if s.request.script is not None and s.yields_token}
+        if not others:
+            return ModelRunnerOutput(sampled)
+        rest = SchedulerOutput(plan.step, others, plan.block_copies, plan.preempted)
+        result = self._inner(rest)
+        return ModelRunnerOutput({**sampled, **result.sampled}, result.draft_computed)
+
+
+def _say(scheduled: ScheduledRequest) -> SampledTokens:
+    request = scheduled.request
+    assert request.script is not None
+    # Without a slot for each piece but the last, the rest of the group comes in the next step.
+    token_ids = list(request.script.group_at(request.num_output_tokens)[: scheduled.num_draft_slots + 1])
+    logprobs = [TokenLogprobs(0.0)] * len(token_ids) if request.params.num_logprobs is not None else ()
+    return SampledTokens(token_ids, logprobs, num_draft_tokens=len(token_ids) - 1)

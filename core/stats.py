@@ -1,0 +1,232 @@
+"""What the engine has done, as an immutable snapshot: counters, gauges and histograms under vLLM's names.
+
+The engine's thread gathers and replaces the snapshot after each step; anyone may read it. No clock is read here: times
+are handed in. Names and edges are vLLM's (see docs), with finer low edges for gaps between tokens.
+"""
+
+import bisect
+from collections import Counter, deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from core.request import FinishReason, Request, RequestOutput
+
+_TTFT = (
+    *(0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0),
+    *(160.0, 640.0, 2560.0),
+)
+_GAP = (
+    *(0.001, 0.0025, 0.005),  # a small model on a CPU is faster than vLLM's first edge
+    *(0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0),
+)
+_REQUEST = (
+    *(0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0, 120.0, 240.0, 480.0, 960.0),
+    *(1920.0, 7680.0),
+)
+_STEP = tuple(float(edge) for edge in (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384))
+FINISHED_REASONS = ("stop", "length", "abort", "error", "repetition")
+PROMPT_SOURCES = ("local_compute", "local_cache_hit", "external_kv_transfer")
+ACCEPTANCE_WINDOW_STEPS = 256
+
+
+def token_edges(max_model_len: int) -> tuple[float, ...]:
+    """1, 2, 5, 10, 20, 50, ... up to the largest that is at most `max_model_len`."""
+    edges = [float(m * 10**e) for e in range(len(str(max_model_len))) for m in (1, 2, 5)]
+    return tuple(edge for edge in edges if edge <= max_model_len)
+
+
+@dataclass(frozen=True, slots=True)
+class Histogram:
+    """`counts[i]` observations lie at or below `edges[i]` and above the edge before; the last count is for the rest."""
+
+    edges: tuple[float, ...]
+    counts: tuple[int, ...]
+    sum: float
+
+    @property
+    def count(self) -> int:
+        return sum(self.counts)
+
+
+class _Gatherer:
+    def __init__(self, edges: Sequence[float]) -> None:
+        self._edges = tuple(edges)
+        self._counts = [0] * (len(self._edges) + 1)
+        self._sum = 0.0
+
+    def observe(self, value: float) -> None:
+        self._counts[bisect.bisect_left(self._edges, value)] += 1
+        self._sum += value
+
+    def snapshot(self) -> Histogram:
+        return Histogram(self._edges, tuple(self._counts), self._sum)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineStats:
+    """One moment of the engine. Counters only grow; token counts are exact.
+
+    `num_prompt_tokens` counts each prompt once, when its request is first computed to its end, cached tokens
+    included and recomputed ones not. `accepted_per_position[i]`: how often draft i was kept. `acceptance_rate`:
+    accepted / drafted over the last steps that drafted, 0 before.
+    """
+
+    num_running: int = 0
+    num_waiting: int = 0
+    kv_blocks: int = 0
+    kv_blocks_free: int = 0
+    kv_blocks_cached: int = 0
+    kv_blocks_used: int = 0
+    kv_blocks_shared: int = 0
+    num_preemptions: int = 0
+    num_prompt_tokens: int = 0
+    num_generation_tokens: int = 0
+    prompt_tokens_by_source: Mapping[str, int] = field(default_factory=dict)
+    prefix_cache_queries: int = 0
+    prefix_cache_hits: int = 0
+    finished: Mapping[str, int] = field(default_factory=dict)
+    num_drafts: int = 0
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0
+    accepted_per_position: tuple[int, ...] = ()
+    acceptance_rate: float = 0.0
+    histograms: Mapping[str, Histogram] = field(default_factory=dict)
+
+
+@dataclass(slots=True)
+class _Times:
+    """One request's moments, in seconds on the engine's clock."""
+
+    first_scheduled: float | None = None
+    first_token: float | None = None
+    last_token: float | None = None
+    num_generated: int = 0
+
+
+class StatsGatherer:
+    """Gathers what `EngineStats` shows. One thread only.
+
+    Args:
+        max_model_len: bounds the edges of token histograms.
+        num_draft_positions: most drafts a step, for the per-position counter.
+    """
+
+    def __init__(self, max_model_len: int, num_draft_positions: int) -> None:
+        tokens = token_edges(max_model_len)
+        self._histograms = {
+            "time_to_first_token_seconds": _Gatherer(_TTFT),
+            "inter_token_latency_seconds": _Gatherer(_GAP),
+            "request_time_per_output_token_seconds": _Gatherer(_GAP),
+            "e2e_request_latency_seconds": _Gatherer(_REQUEST),
+            "request_queue_time_seconds": _Gatherer(_REQUEST),
+            "request_prefill_time_seconds": _Gatherer(_REQUEST),
+            "request_decode_time_seconds": _Gatherer(_REQUEST),
+            "request_inference_time_seconds": _Gatherer(_REQUEST),
+            "request_prompt_tokens": _Gatherer(tokens),
+            "request_generation_tokens": _Gatherer(tokens),
+            "request_max_num_generation_tokens": _Gatherer(tokens),
+            "request_params_max_tokens": _Gatherer(tokens),
+            "request_params_n": _Gatherer((1.0, 2.0, 5.0, 10.0, 20.0)),
+            "request_prefill_kv_computed_tokens": _Gatherer(tokens),
+            "request_num_preemptions": _Gatherer((1.0, 2.0, 3.0, 4.0, 5.0, 10.0, 20.0)),
+            "iteration_tokens_total": _Gatherer(_STEP),
+        }
+        self._times: dict[str, _Times] = {}
+        self._finished: Counter[str] = Counter(dict.fromkeys(FINISHED_REASONS, 0))
+        self._sources: Counter[str] = Counter(dict.fromkeys(PROMPT_SOURCES, 0))
+        self._num_prompt_tokens = self._num_generation_tokens = 0
+        self._num_drafts = self._num_draft_tokens = self._num_accepted_tokens = 0
+        self._accepted_per_position = [0] * num_draft_positions
+        self._window: deque[tuple[int, int]] = deque(maxlen=ACCEPTANCE_WINDOW_STEPS)  # (drafted, accepted) a step
+
+    def on_step(self, scheduled: Sequence[str], num_tokens: int, started_s: float) -> None:
+        """A step over these requests was computed; it began at `started_s`."""
+        self._histograms["iteration_tokens_total"].observe(num_tokens)
+        for request_id in scheduled:
+            times = self._times.setdefault(request_id, _Times())
+            if times.first_scheduled is None:
+                times.first_scheduled = started_s
+
+    def on_output(self, request: Request, output: RequestOutput, now_s: float) -> None:
+        """A request has new tokens, or has failed."""
+        times = self._times.setdefault(request.request_id, _Times())
+        num_new = output.num_generated_tokens - times.num_generated
+        if num_new:
+            if times.first_token is None:
+                self._on_first_token(request, times, now_s)
+            elif times.last_token is not None:
+                self._histograms["inter_token_latency_seconds"].observe(now_s - times.last_token)
+            times.last_token = now_s
+            times.num_generated = output.num_generated_tokens
+            self._num_generation_tokens += num_new
+        if output.finish_reason is not None:
+            self.on_finish(request, now_s)
+
+    def _on_first_token(self, request: Request, times: _Times, now_s: float) -> None:
+        times.first_token = now_s
+        self._histograms["time_to_first_token_seconds"].observe(now_s - request.arrival_s)
+        self._num_prompt_tokens += request.num_prompt_tokens
+        self._sources["local_cache_hit"] += request.num_cached_tokens
+        self._sources["local_compute"] += request.num_prompt_tokens - request.num_cached_tokens
+
+    def on_finish(self, request: Request, now_s: float) -> None:
+        """A request has ended, for whatever reason."""
+        assert request.finish_reason is not None
+        self._finished[request.finish_reason.value] += 1
+        times = self._times.pop(request.request_id, _Times())
+        if request.finish_reason in (FinishReason.STOP, FinishReason.LENGTH):
+            self._observe_finished(request, times, now_s)
+
+    def _observe_finished(self, request: Request, times: _Times, now_s: float) -> None:
+        assert times.first_scheduled is not None and times.first_token is not None and times.last_token is not None
+        num_output = request.num_output_tokens
+        decode_s = times.last_token - times.first_token
+        observed = {
+            "e2e_request_latency_seconds": now_s - request.arrival_s,
+            "request_queue_time_seconds": times.first_scheduled - request.arrival_s,
+            "request_prefill_time_seconds": times.first_token - times.first_scheduled,
+            "request_decode_time_seconds": decode_s,
+            "request_inference_time_seconds": times.last_token - times.first_scheduled,
+            "request_prompt_tokens": request.num_prompt_tokens,
+            "request_generation_tokens": num_output,
+            "request_max_num_generation_tokens": num_output,
+            "request_params_max_tokens": request.max_tokens,
+            "request_params_n": 1,
+            "request_prefill_kv_computed_tokens": request.num_prompt_tokens - request.num_cached_tokens,
+            "request_num_preemptions": request.num_preemptions,
+        }
+        if num_output > 1:
+            observed["request_time_per_output_token_seconds"] = decode_s / (num_output - 1)
+        for name, value in observed.items():
+            self._histograms[name].observe(value)
+
+    def on_drafts(self, num_drafted: Sequence[int], num_accepted: Sequence[int]) -> None:
+        """A step verified drafts: how many tokens of each request, and how many of those were emitted."""
+        for drafted, accepted in zip(num_drafted, num_accepted, strict=True):
+            self._num_drafts += 1
+            self._num_draft_tokens += drafted
+            self._num_accepted_tokens += accepted
+            missing = max(drafted - len(self._accepted_per_position), 0)  # scripts may draft more
+            self._accepted_per_position += [0] * missing
+            for position in range(accepted):
+                self._accepted_per_position[position] += 1
+        if num_drafted:
+            self._window.append((sum(num_drafted), sum(num_accepted)))
+
+    def snapshot(self, **gauges: int) -> EngineStats:
+        """Everything so far, with the gauges of this moment."""
+        drafted = sum(step[0] for step in self._window)
+        accepted = sum(step[1] for step in self._window)
+        return EngineStats(
+            num_prompt_tokens=self._num_prompt_tokens,
+            num_generation_tokens=self._num_generation_tokens,
+            prompt_tokens_by_source=dict(self._sources),
+            finished=dict(self._finished),
+            num_drafts=self._num_drafts,
+            num_draft_tokens=self._num_draft_tokens,
+            num_accepted_tokens=self._num_accepted_tokens,
+            accepted_per_position=tuple(self._accepted_per_position),
+            acceptance_rate=accepted / drafted if drafted else 0.0,
+            histograms={name: gatherer.snapshot() for name, gatherer in self._histograms.items()},
+            **gauges,
+        )

@@ -1,0 +1,92 @@
+"""The messages of one step: what the scheduler plans, what the runner returns.
+
+`schedule -> execute -> update`: the plan goes to `execute` and its result to `update`. Whatever was decided (tokens,
+draft slots, blocks, copies) stands in the plan, so a run can be replayed from its plans.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from core.request import Request, TokenLogprobs
+
+
+@dataclass(frozen=True, slots=True)
+class ScheduledRequest:
+    """A request's share of a step.
+
+    `request` is for reading only. Tokens [start, start + num_tokens) are computed; behind them lie
+    `num_draft_slots` reserved slots that the runner may fill with drafts. `block_ids` is the table that covers all.
+    """
+
+    request: Request
+    start: int
+    num_tokens: int
+    num_draft_slots: int
+    block_ids: Sequence[int]
+
+    @property
+    def request_id(self) -> str:
+        return self.request.request_id
+
+    @property
+    def end(self) -> int:
+        return self.start + self.num_tokens
+
+    @property
+    def yields_token(self) -> bool:
+        """True if all its known tokens are computed after this step, so that the last row's logits say the next."""
+        return self.end == self.request.num_tokens
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerOutput:
+    """The plan of one step. `block_copies` (source, destination) are done before anything is computed, in order."""
+
+    step: int
+    scheduled: tuple[ScheduledRequest, ...]
+    block_copies: tuple[tuple[int, int], ...] = ()
+    preempted: tuple[str, ...] = ()
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(s.num_tokens + s.num_draft_slots for s in self.scheduled)
+
+    def describe(self) -> str:
+        """One line a request, for the log when a step raises. Numbers only, no text of users."""
+        rows = [
+            f"{s.request_id}: tokens {s.start}..{s.end} of {s.request.num_tokens}, "
+            f"{s.num_draft_slots} draft slots, blocks {list(s.block_ids)}"
+            for s in self.scheduled
+        ]
+        return f"step {self.step}, copies {list(self.block_copies)}, preempted {list(self.preempted)}\n" + "\n".join(
+            rows
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class SampledTokens:
+    """A request's new tokens: its accepted drafts and the one token that the target adds."""
+
+    token_ids: Sequence[int]
+    logprobs: Sequence[TokenLogprobs | None] = ()
+    num_draft_tokens: int = 0
+
+    @property
+    def num_accepted_tokens(self) -> int:
+        return len(self.token_ids) - 1
+
+
+@dataclass(frozen=True, slots=True)
+class ModelRunnerOutput:
+    """By request id: new tokens of those that yield one, and how many tokens the draft model has KV of, if it ran."""
+
+    sampled: Mapping[str, SampledTokens] = field(default_factory=dict)
+    draft_computed: Mapping[str, int] = field(default_factory=dict)
+
+
+Execute = Callable[[SchedulerOutput], ModelRunnerOutput]
+
+
+def count_only(plan: SchedulerOutput) -> ModelRunnerOutput:
+    """An `execute` that computes nothing: every request that yields gets one token, id 0."""
+    return ModelRunnerOutput({s.request_id: SampledTokens((0,)) for s in plan.scheduled if s.yields_token})
