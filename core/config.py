@@ -48,7 +48,8 @@ class EngineConfig:
         seed: where the noise of requests without a seed comes from.
         speculative: None for no speculation.
         enable_scripts: accept requests that carry a script.
-        num_threads: threads of the numerics; None for the cores we may use.
+        num_threads: threads of the numerics; None for the cores we may use less one, which the service needs: a BLAS
+            thread that waits for a core holds all the others up (a step took 30 times as long).
         cache_dir: where converted weights are kept for the next start; None to convert every time.
     """
 

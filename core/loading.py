@@ -112,7 +112,7 @@ def load_engine(config: EngineConfig) -> Engine:
         ModelLoadError: files are missing, damaged, of a kind we do not run, or target and draft do not match.
         InvalidRequest: the config does not suit the model.
     """
-    _limit_threads(config.num_threads or num_usable_cores())
+    _limit_threads(config.num_threads or max(1, num_usable_cores() - 1))
     weights = load_model_files(_model_path(config.model), cache_dir=config.cache_dir)
     draft_path = _draft_path(config)
     draft_weights = load_model_files(draft_path, cache_dir=config.cache_dir) if draft_path else None

@@ -1,7 +1,7 @@
 """From a plan to tokens: propose, run the model once over everybody, verify, sample.
 
-The plan's requests become one flat batch; a request's known tokens are followed by its drafts, so verifying them is just
-more rows. Blocks are copied before anything is computed. Nothing here changes a request: results go back to the
+The plan's requests become one flat batch; a request's known tokens are followed by its drafts, so verifying them is
+just more rows. Blocks are copied before anything is computed. Nothing here changes a request: results go back to the
 scheduler's `update()`.
 
 Two rules accept drafts. Greedy requests and those with a seed are keyed: at every position the target's token is a
@@ -75,7 +75,7 @@ class ModelRunner:
 
 
 def _accept(yielding: Sequence[ScheduledRequest], drafts: Sequence[Draft], rows: Sequence[Floats]) -> list[list[int]]:
-    """New tokens of each request: accepted drafts and one more. Requests of the token rule go together by draft length."""
+    """New tokens of each request: accepted drafts and one more. The token rule takes drafts of one length together."""
     accepted: list[list[int]] = [[] for _ in yielding]
     by_length: dict[int, list[int]] = {}
     for i, (scheduled, draft) in enumerate(zip(yielding, drafts, strict=True)):

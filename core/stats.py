@@ -178,7 +178,9 @@ class StatsGatherer:
             self._observe_finished(request, times, now_s)
 
     def _observe_finished(self, request: Request, times: _Times, now_s: float) -> None:
-        assert times.first_scheduled is not None and times.first_token is not None and times.last_token is not None
+        assert times.first_scheduled is not None
+        assert times.first_token is not None
+        assert times.last_token is not None
         num_output = request.num_output_tokens
         decode_s = times.last_token - times.first_token
         observed = {

@@ -1,8 +1,9 @@
 """A Llama-architecture transformer over a flat batch: tokens of many requests, one after another.
 
 Norm, rotary attention over the paged cache, norm, SwiGLU; each layer adds to the residual stream. Positions, slots and
-spans say which token is whose; nothing here knows a request. Every row's bits are its own (see `linear` and `attention`).
-Touvron et al. 2023, arXiv:2302.13971; RoPE: Su et al. 2021, arXiv:2104.09864; GQA: Ainslie et al. 2023, arXiv:2305.13245.
+spans say which token is whose; nothing here knows a request. Every row's bits are its own (`linear`, `attention`).
+Touvron et al. 2023, arXiv:2302.13971; RoPE: Su et al. 2021, arXiv:2104.09864; GQA: Ainslie et al. 2023,
+arXiv:2305.13245.
 """
 
 from collections.abc import Mapping, Sequence
