@@ -148,3 +148,35 @@ def test_a_client_that_stands_still_shows_as_lag():
         return await Runner(complete, PROMPTS, max_concurrency=1).closed_loop(2)
 
     assert 0.3 < max(run_virtually(main).loop_lags_s)
+
+
+def test_a_client_that_is_late_does_not_move_the_intended_times():
+    """Making a prompt takes it .3 s here, three times the gap: requests leave late and are counted from before."""
+    schedule = schedule_requests("constant", 10.0, 5, seed=0)
+
+    def slow_prompts(index):
+        asyncio.get_running_loop()._jumping.elapsed_s += 0.3
+        return PROMPTS(index)
+
+    async def main():
+        return await Runner(Station(0.1).complete, slow_prompts, max_concurrency=9).open_loop(schedule)
+
+    records = run_virtually(main).records
+    assert [0.0, 0.1, 0.2, 0.3, 0.4] == pytest.approx([record.t_sched for record in records])
+    assert [0.3, 0.5, 0.7, 0.9, 1.1] == pytest.approx([record.t_send - record.t_sched for record in records])
+
+
+@pytest.mark.parametrize(("stop_after_s", "deadline"), [(None, None), (7.5, 7.5)])
+def test_each_request_is_told_when_waiting_ends(stop_after_s, deadline):
+    told = []
+
+    async def main():
+        async def complete(index, prompt, **times):
+            told.append(times["deadline"])
+            return await Station(0.1).complete(index, prompt, **times)
+
+        await Runner(complete, PROMPTS, stop_after_s=stop_after_s).closed_loop(1)
+        await Runner(complete, PROMPTS, stop_after_s=stop_after_s).open_loop(all_at_once(1))
+
+    run_virtually(main)
+    assert [deadline, deadline and pytest.approx(deadline + 0.1)] == told
