@@ -83,6 +83,8 @@ class Runner:
                     prompt = self._prompts(index)
                     await asyncio.sleep(max(0.0, t_sched - self._now()))
                     group.create_task(self._send_through(gate, index, prompt, t_sched))
+                    # A new task starts at the next turn of the loop: not after the next prompt has been made.
+                    await asyncio.sleep(0)
         return self._run
 
     async def closed_loop(self, num_requests: int | None, *, duration_s: float | None = None) -> Run:

@@ -161,7 +161,7 @@ def test_a_client_that_is_late_does_not_move_the_intended_times():
     async def main():
         return await Runner(Station(0.1).complete, slow_prompts, max_concurrency=9).open_loop(schedule)
 
-    records = run_virtually(main).records
+    records = sorted(run_virtually(main).records, key=lambda record: record.index)
     assert [0.0, 0.1, 0.2, 0.3, 0.4] == pytest.approx([record.t_sched for record in records])
     assert [0.3, 0.5, 0.7, 0.9, 1.1] == pytest.approx([record.t_send - record.t_sched for record in records])
 
