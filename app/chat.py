@@ -1,0 +1,292 @@
+"""POST /v1/chat/completions: messages become a prompt by the model's template, the answer a message.
+
+Templates come with models, that is from strangers: they run in a sandbox. What a template raises is the request's
+fault (roles out of order, say), so it is 400 with the template's own words.
+"""
+
+import time
+from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
+from datetime import datetime
+from typing import Any, NoReturn
+
+from fastapi import APIRouter, Request
+from starlette.responses import Response
+
+from app import sse
+from app.generation import Ask, Job, parse_script, sampling_params, shown_reason, stream_options
+from app.schemas import (
+    AssistantMessage,
+    ChatChoice,
+    ChatChunk,
+    ChatChunkChoice,
+    ChatLogprobs,
+    ChatMessage,
+    ChatRequest,
+    ChatResponse,
+    Delta,
+    StreamOptions,
+    TokenLogprob,
+    TopLogprob,
+)
+from app.service import Service, ServiceOf, trace_id
+from core import InvalidRequest, OutputToken, RequestOutput, SamplingParams, Tokenizer
+
+router = APIRouter()
+ROLES = {"system", "developer", "user", "assistant", "tool", "function"}
+TEXT_PARTS = {"text", "input_text", "output_text"}
+
+
+class ChatTemplate:
+    """A model's jinja2 template, with the few helpers that templates expect."""
+
+    def __init__(self, source: str, special_token_texts: Mapping[str, str]) -> None:
+        from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+        environment = ImmutableSandboxedEnvironment(
+            trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
+        )
+        environment.filters["tojson"] = _to_json
+        environment.globals["raise_exception"] = _raise_exception
+        environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
+        self._template = environment.from_string(source)
+        self._special_token_texts = dict(special_token_texts)
+
+    def render(self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool) -> str:
+        """The prompt's text. Raises InvalidRequest with what the template complains of."""
+        from jinja2 import TemplateError
+
+        try:
+            return self._template.render(
+                messages=messages,
+                add_generation_prompt=add_generation_prompt,
+                tools=None,
+                **self._special_token_texts,
+            )
+        except (TemplateError, TypeError, ValueError, LookupError, AttributeError) as error:
+            raise InvalidRequest(f"the chat template refuses the messages: {error}", "messages") from error
+
+
+def _raise_exception(message: str) -> NoReturn:
+    from jinja2 import TemplateError
+
+    raise TemplateError(message)
+
+
+def _to_json(value: Any, indent: int | None = None) -> str:
+    """JSON as it is: jinja2's own filter escapes for HTML, which models were not trained on."""
+    import json
+
+    return json.dumps(value, ensure_ascii=False, indent=indent)
+
+
+def render_prompt(
+    template: ChatTemplate,
+    messages: Sequence[ChatMessage],
+    *,
+    add_generation_prompt: bool = True,
+    continue_final_message: bool = False,
+) -> str:
+    """The text of a conversation, open for the assistant's next message or, on wish, for more of its last one."""
+    plain = [_plain(message, number) for number, message in enumerate(messages)]
+    if not continue_final_message:
+        return template.render(plain, add_generation_prompt=add_generation_prompt)
+    if add_generation_prompt or plain[-1]["role"] != "assistant":
+        raise InvalidRequest(
+            "continue_final_message needs add_generation_prompt false and a last message of the assistant",
+            "continue_final_message",
+        )
+    text, last = template.render(plain, add_generation_prompt=False), plain[-1]["content"].rstrip()
+    # Whatever the template puts behind the last message closes it, so it goes.
+    before, found, _ = text.rpartition(last) if last else ("", "", "")
+    if not found:
+        raise InvalidRequest("the chat template does not keep the last message as it is", "continue_final_message")
+    return before + found
+
+
+def _plain(message: ChatMessage, number: int) -> dict[str, Any]:
+    if message.role not in ROLES:
+        raise InvalidRequest(
+            f"messages[{number}].role is {message.role[:32]!r}, allowed are {sorted(ROLES)}", "messages"
+        )
+    extra = message.model_extra or {}
+    return {**extra, "role": message.role, "content": _content_text(message.content, number)}
+
+
+def _content_text(content: str | list[dict[str, Any]] | None, number: int) -> str:
+    """A message's text; parts are joined with a newline."""
+    if content is None or isinstance(content, str):
+        return content or ""
+    texts = []
+    for part in content:
+        text = part.get("text")
+        if part.get("type") not in TEXT_PARTS or not isinstance(text, str):
+            raise InvalidRequest(
+                f"messages[{number}].content has a part of type {str(part.get('type'))[:32]!r}, "
+                "this model takes text parts",
+                "messages",
+            )
+        texts.append(text)
+    return "\n".join(texts)
+
+
+@router.post("/v1/chat/completions", response_model=ChatResponse)
+async def create_chat_completion(body: ChatRequest, request: Request, service: ServiceOf) -> Response:
+    """Answer a conversation."""
+    arrival_s = time.monotonic()
+    body.refuse_unsupported()
+    options = stream_options(body)
+    ask = await _ask(service, body, trace_id(request, body.request_id), arrival_s)
+    job = await service.prepare(ask)
+    writer = _Writer(job, body, service.engine.tokenizer, service.fingerprint)
+    headers = {"x-request-id": job.trace_id}
+    if body.stream:
+        return sse.EventStream(_events(service, job, writer, options), headers)
+    response = await sse.while_connected(request.receive, _complete(service, job, writer))
+    content = response.__pydantic_serializer__.to_json(response, exclude_unset=True)
+    return Response(content, headers=headers, media_type="application/json")
+
+
+async def _ask(service: Service, body: ChatRequest, given_id: str | None, arrival_s: float) -> Ask:
+    model = service.check_model(body.model)
+    params = _params(body)
+    script = parse_script(body.script, is_enabled=service.settings.enable_scripts)
+    text = await service.in_tokenizer(
+        render_prompt,
+        service.require_chat_template(),
+        body.messages,
+        add_generation_prompt=body.add_generation_prompt is not False,
+        continue_final_message=bool(body.continue_final_message),
+    )
+    return Ask(
+        kind="chatcmpl",
+        model=model,
+        items=[text],
+        params=params,
+        n=body.n or 1,
+        script=script,
+        add_special_tokens=bool(body.add_special_tokens),  # the template writes them
+        trace_id=given_id,
+        arrival_s=arrival_s,
+    )
+
+
+def _params(body: ChatRequest) -> SamplingParams:
+    if body.top_logprobs is not None and not body.logprobs:
+        raise InvalidRequest("top_logprobs needs logprobs to be true", "top_logprobs")
+    name = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
+    try:
+        return sampling_params(
+            body, max_tokens=getattr(body, name), num_logprobs=(body.top_logprobs or 0) if body.logprobs else None
+        )
+    except InvalidRequest as error:
+        if error.param == "max_tokens":
+            raise InvalidRequest(str(error).replace("max_tokens", name), name) from None
+        raise
+
+
+async def _complete(service: Service, job: Job, writer: "_Writer") -> ChatResponse:
+    with service.run(job) as run:
+        outputs = await run.collect()
+    return ChatResponse(
+        object="chat.completion",
+        choices=[writer.whole(index, output) for index, output in enumerate(outputs)],
+        usage=run.usage(),
+        **writer.head(),
+        **writer.prompt_ids(),
+    )
+
+
+async def _events(service: Service, job: Job, writer: "_Writer", options: StreamOptions) -> AsyncGenerator[bytes, None]:
+    shown: dict[str, Any] = {"usage": None} if options.include_usage else {}
+    with service.run(job) as run:
+        async for pairs in run:
+            if options.continuous_usage_stats:
+                shown = {"usage": run.usage()}
+            chunks = [chunk for index, output in pairs for chunk in writer.deltas(index, output, shown)]
+            if chunks:
+                yield b"".join(map(sse.event, chunks))
+            elif not pairs:
+                yield sse.KEEP_ALIVE
+        if options.include_usage:
+            yield sse.event(writer.chunk([], {"usage": run.usage()}))
+
+
+class _Writer:
+    """Writes the choices of one job. Remembers which choices have begun."""
+
+    def __init__(self, job: Job, body: ChatRequest, tokenizer: Tokenizer, fingerprint: str) -> None:
+        self._job = job
+        self._body = body
+        self._tokenizer = tokenizer
+        self._fingerprint = fingerprint
+        self._begun: set[int] = set()
+
+    def head(self) -> dict[str, Any]:
+        """What every chunk has."""
+        job = self._job
+        return {"id": job.id, "created": job.created, "model": job.model, "system_fingerprint": self._fingerprint}
+
+    def prompt_ids(self) -> dict[str, Any]:
+        return {"prompt_token_ids": list(self._job.prompts[0].token_ids)} if self._body.return_token_ids else {}
+
+    def whole(self, index: int, output: RequestOutput) -> ChatChoice:
+        reason = shown_reason(output)
+        assert reason is not None
+        return ChatChoice(
+            index=index,
+            message=AssistantMessage(role="assistant", content=output.text, refusal=None),
+            logprobs=self._logprobs(output.tokens),
+            finish_reason=reason,
+            stop_reason=output.stop_reason,
+            **self._token_ids(output),
+        )
+
+    def chunk(self, choices: list[ChatChunkChoice], extra: Mapping[str, Any]) -> ChatChunk:
+        return ChatChunk(object="chat.completion.chunk", choices=choices, **self.head(), **extra)
+
+    def deltas(self, index: int, output: RequestOutput, extra: Mapping[str, Any]) -> Iterator[ChatChunk]:
+        """The role before a choice's first text, the text if there is some, and an empty delta with the reason."""
+        if index not in self._begun:
+            ids = {} if self._begun else self.prompt_ids()
+            self._begun.add(index)
+            yield self.chunk([_chunk_choice(index, Delta(role="assistant", content=""))], {**extra, **ids})
+        if output.text or output.tokens:
+            choice = ChatChunkChoice(
+                index=index,
+                delta=Delta(content=output.text),
+                logprobs=self._logprobs(output.tokens),
+                finish_reason=None,
+                **self._token_ids(output),
+            )
+            yield self.chunk([choice], extra)
+        if output.is_finished:
+            choice = _chunk_choice(index, Delta())
+            choice.finish_reason, choice.stop_reason = shown_reason(output), output.stop_reason
+            yield self.chunk([choice], extra)
+
+    def _token_ids(self, output: RequestOutput) -> dict[str, Any]:
+        return {"token_ids": [token.token_id for token in output.tokens]} if self._body.return_token_ids else {}
+
+    def _logprobs(self, tokens: Sequence[OutputToken]) -> ChatLogprobs | None:
+        if not self._body.logprobs:
+            return None
+        return ChatLogprobs(content=[self._token(token) for token in tokens], refusal=None)
+
+    def _token(self, token: OutputToken) -> TokenLogprob:
+        assert token.logprobs is not None
+        return TokenLogprob(
+            **self._named(token.token_id, token.text),
+            logprob=token.logprobs.logprob,
+            top_logprobs=[TopLogprob(**self._named(id_), logprob=value) for id_, value in token.logprobs.top],
+        )
+
+    def _named(self, token_id: int, text: str = "") -> dict[str, Any]:
+        """A token's display text and its bytes; a scripted one may lie outside the vocabulary, and is its text."""
+        if token_id >= self._tokenizer.vocab_size:
+            return {"token": text, "bytes": list(text.encode())}
+        data = self._tokenizer.token_bytes(token_id)
+        return {"token": self._tokenizer.token_text(token_id), "bytes": list(data)}
+
+
+def _chunk_choice(index: int, delta: Delta) -> ChatChunkChoice:
+    return ChatChunkChoice(index=index, delta=delta, logprobs=None, finish_reason=None)

@@ -1,0 +1,203 @@
+"""POST /v1/completions: text in, text on. Whole or streamed, the choices are written by the same `_Writer`."""
+
+import time
+from collections.abc import AsyncGenerator, Iterator, Sequence
+from typing import Any
+
+from fastapi import APIRouter, Request
+from starlette.responses import Response
+
+from app import sse
+from app.errors import unsupported
+from app.generation import (
+    Ask,
+    Job,
+    make_usage,
+    parse_script,
+    prompt_items,
+    sampling_params,
+    shown_reason,
+    stream_options,
+)
+from app.schemas import (
+    CompletionChoice,
+    CompletionLogprobs,
+    CompletionRequest,
+    CompletionResponse,
+    StreamOptions,
+    Usage,
+)
+from app.service import Service, ServiceOf, trace_id
+from core import InvalidRequest, OutputToken, RequestOutput, Tokenizer
+
+router = APIRouter()
+DEFAULT_MAX_TOKENS = 16
+
+
+@router.post("/v1/completions", response_model=CompletionResponse)
+async def create_completion(body: CompletionRequest, request: Request, service: ServiceOf) -> Response:
+    """Continue one prompt or several."""
+    arrival_s = time.monotonic()
+    body.refuse_unsupported()
+    options = stream_options(body)
+    ask = _ask(service, body, trace_id(request, body.request_id), arrival_s)
+    job = await service.prepare(ask)
+    writer = _Writer(job, body, service.engine.tokenizer, service.fingerprint)
+    headers = {"x-request-id": job.trace_id}
+    if _generates_nothing(body):
+        return _json(writer.response(writer.prompts_alone(), make_usage(job.prompts)), headers)
+    if body.stream:
+        return sse.EventStream(_events(service, job, writer, options), headers)
+    return _json(await sse.while_connected(request.receive, _complete(service, job, writer)), headers)
+
+
+def _ask(service: Service, body: CompletionRequest, given_id: str | None, arrival_s: float) -> Ask:
+    if body.best_of is not None and body.best_of != 1:
+        raise unsupported("best_of", "above 1 is not supported by this server")
+    if body.echo and body.logprobs is not None:
+        raise unsupported("echo", "together with logprobs is not supported by this server")
+    if _generates_nothing(body) and body.stream:
+        raise InvalidRequest("max_tokens is 0, a stream needs at least 1", "max_tokens")
+    max_tokens = DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens
+    return Ask(
+        kind="cmpl",
+        model=service.check_model(body.model),
+        items=prompt_items(body.prompt),
+        params=sampling_params(
+            body,
+            max_tokens=None if _generates_nothing(body) else max_tokens,
+            num_logprobs=body.logprobs,
+        ),
+        n=body.n or 1,
+        script=parse_script(body.script, is_enabled=service.settings.enable_scripts),
+        add_special_tokens=body.add_special_tokens is not False,
+        trace_id=given_id,
+        arrival_s=arrival_s,
+    )
+
+
+def _generates_nothing(body: CompletionRequest) -> bool:
+    """Echo of the prompt alone: the one use of max_tokens 0."""
+    return bool(body.echo) and body.max_tokens == 0
+
+
+async def _complete(service: Service, job: Job, writer: "_Writer") -> CompletionResponse:
+    with service.run(job) as run:
+        outputs = await run.collect()
+    return writer.response([writer.whole(index, output) for index, output in enumerate(outputs)], run.usage())
+
+
+async def _events(service: Service, job: Job, writer: "_Writer", options: StreamOptions) -> AsyncGenerator[bytes, None]:
+    shown: dict[str, Any] = {"usage": None} if options.include_usage else {}
+    with service.run(job) as run:
+        async for pairs in run:
+            if options.continuous_usage_stats:
+                shown = {"usage": run.usage()}
+            choices = [choice for index, output in pairs for choice in writer.deltas(index, output)]
+            if choices:
+                yield b"".join(sse.event(writer.chunk([choice], **shown)) for choice in choices)
+            elif not pairs:
+                yield sse.KEEP_ALIVE
+        if options.include_usage:
+            yield sse.event(writer.chunk([], usage=run.usage()))
+
+
+def _json(response: CompletionResponse, headers: dict[str, str]) -> Response:
+    content = response.__pydantic_serializer__.to_json(response, exclude_unset=True)
+    return Response(content, headers=headers, media_type="application/json")
+
+
+class _Writer:
+    """Writes the choices of one job. Remembers, per choice, how long its text is by now."""
+
+    def __init__(self, job: Job, body: CompletionRequest, tokenizer: Tokenizer, fingerprint: str) -> None:
+        self._job = job
+        self._body = body
+        self._tokenizer = tokenizer
+        self._fingerprint = fingerprint
+        self._offsets: dict[int, int] = {}
+
+    def chunk(self, choices: list[CompletionChoice], **usage: Usage | None) -> CompletionResponse:
+        return CompletionResponse(
+            id=self._job.id,
+            object="text_completion",
+            created=self._job.created,
+            model=self._job.model,
+            system_fingerprint=self._fingerprint,
+            choices=choices,
+            **usage,
+        )
+
+    def response(self, choices: list[CompletionChoice], usage: Usage) -> CompletionResponse:
+        return self.chunk(choices, usage=usage)
+
+    def whole(self, index: int, output: RequestOutput) -> CompletionChoice:
+        """A finished choice, the prompt before it if it is echoed."""
+        echoed = self._start(index)
+        choice = self._choice(index, output, **self._prompt_ids(index))
+        choice.text = echoed + choice.text
+        return choice
+
+    def deltas(self, index: int, output: RequestOutput) -> Iterator[CompletionChoice]:
+        """What one output adds to its choice in a stream: nothing while all of it is held back."""
+        is_first = index not in self._offsets
+        echoed = self._start(index) if is_first else ""
+        if echoed:
+            yield self._prompt_alone(index, echoed, is_finished=False)
+        if output.text or output.tokens or output.is_finished:
+            yield self._choice(index, output, **(self._prompt_ids(index) if is_first and not echoed else {}))
+
+    def prompts_alone(self) -> list[CompletionChoice]:
+        """Every choice when nothing is generated."""
+        return [self._prompt_alone(i, self._start(i), is_finished=True) for i in range(len(self._job.requests))]
+
+    def _start(self, index: int) -> str:
+        """The echoed prompt, '' without echo; its text counts for the offsets of what follows."""
+        prompt = self._job.prompt_of(index)
+        echoed = "" if not self._body.echo else prompt.text
+        if echoed is None:
+            echoed = self._tokenizer.decode(prompt.token_ids)
+        self._offsets[index] = len(echoed)
+        return echoed
+
+    def _prompt_alone(self, index: int, text: str, *, is_finished: bool) -> CompletionChoice:
+        ids: dict[str, Any] = {**self._prompt_ids(index), **({"token_ids": []} if self._body.return_token_ids else {})}
+        return CompletionChoice(
+            index=index,
+            text=text,
+            logprobs=None,
+            finish_reason="length" if is_finished else None,
+            stop_reason=None,
+            **ids,
+        )
+
+    def _prompt_ids(self, index: int) -> dict[str, Any]:
+        if not self._body.return_token_ids:
+            return {}
+        return {"prompt_token_ids": list(self._job.prompt_of(index).token_ids)}
+
+    def _choice(self, index: int, output: RequestOutput, **ids: Any) -> CompletionChoice:
+        if self._body.return_token_ids:
+            ids["token_ids"] = [token.token_id for token in output.tokens]
+        return CompletionChoice(
+            index=index,
+            text=output.text,
+            logprobs=None if self._body.logprobs is None else self._logprobs(index, output.tokens),
+            finish_reason=shown_reason(output),
+            stop_reason=output.stop_reason,
+            **ids,
+        )
+
+    def _logprobs(self, index: int, tokens: Sequence[OutputToken]) -> CompletionLogprobs:
+        listed = CompletionLogprobs(tokens=[], token_logprobs=[], top_logprobs=[], text_offset=[])
+        for token in tokens:
+            assert token.logprobs is not None
+            top = {self._tokenizer.token_text(id_): value for id_, value in token.logprobs.top if id_ != token.token_id}
+            # Under its own text, so that looking up a token among its alternatives always finds it.
+            top[token.text] = token.logprobs.logprob
+            listed.tokens.append(token.text)
+            listed.token_logprobs.append(token.logprobs.logprob)
+            listed.top_logprobs.append(dict(sorted(top.items(), key=lambda item: -item[1])))
+            listed.text_offset.append(self._offsets[index])
+            self._offsets[index] += len(token.text)
+        return listed

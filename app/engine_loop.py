@@ -1,0 +1,265 @@
+"""The asyncio background loop: the only caller of the engine, and the only road to it.
+
+Requests wait in an inbox until the next step; one worker thread adds them, aborts those whose clients have left, and
+takes the step; the outputs of a step come back all at once and are dealt out to their streams. So the engine is
+touched by one thread at a time and needs no lock. Three things are bounded: the queue (503 beyond it), a stream's
+buffer (a reader that stops reading is aborted), and a drain (what is still open at its end gets an error).
+"""
+
+import asyncio
+import logging
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+
+from app.errors import ApiError, unavailable
+from core import DuplicateRequest, Engine, EngineDead, InvalidRequest, NewRequest, RequestOutput
+
+logger = logging.getLogger(__name__)
+
+MAX_BUFFERED_OUTPUTS = 1024  # per sequence; far more than a reader on a bad line leaves lying
+IDLE_S = 15.0  # a quiet stream is given a sign of life this often: proxies cut at 30 s or 60 s
+
+
+class Stream:
+    """The outputs of one HTTP request's sequences, dealt out step by step.
+
+    Iterating gives lists: what has come since the last time, or [] after `IDLE_S` without anything; it ends when all
+    sequences have ended, and raises what the client is to be told when they cannot end well. `close` aborts whatever
+    still runs: call it in a `finally`.
+    """
+
+    def __init__(self, loop: "EngineLoop", request_ids: Sequence[str], *, max_buffered: int, idle_s: float) -> None:
+        self.request_ids = tuple(request_ids)
+        self.open_ids = set(request_ids)
+        self._loop = loop
+        self._max_buffered = max_buffered * len(request_ids)
+        self._idle_s = idle_s
+        self._buffer: list[RequestOutput] = []
+        self._error: Exception | None = None
+        self._ready = asyncio.Event()
+
+    def __aiter__(self) -> "Stream":
+        return self
+
+    async def __anext__(self) -> list[RequestOutput]:
+        if not self._buffer and self._error is None:
+            if not self.open_ids:
+                raise StopAsyncIteration
+            try:
+                async with asyncio.timeout(self._idle_s):
+                    await self._ready.wait()
+            except TimeoutError:
+                return []
+        self._ready.clear()
+        if self._error is not None:
+            raise self._error
+        outputs, self._buffer = self._buffer, []
+        return outputs
+
+    def put(self, output: RequestOutput) -> None:
+        """Take one output; past the bound the reader has stopped reading, and its sequences are aborted."""
+        if output.is_finished:
+            self.open_ids.discard(output.request_id)
+        self._buffer.append(output)
+        self._ready.set()
+        if len(self._buffer) > self._max_buffered:
+            logger.warning("stream aborted, its reader has stopped reading", extra={"request_id": output.request_id})
+            self.close()
+            self.fail(ApiError(408, "The stream was not read in time", code="slow_reader"))
+
+    def fail(self, error: Exception) -> None:
+        """Let the reader hear of `error` next; what it has not read is dropped."""
+        self._error = error
+        self._buffer.clear()
+        self._ready.set()
+
+    def close(self) -> None:
+        """Abort what still runs. Calling it again, or after the end, does nothing."""
+        self._loop.release(self)
+
+
+@dataclass(slots=True)
+class _Turn:
+    """What one visit to the worker thread brings: requests to add and to abort in, outputs and refusals out."""
+
+    new: list[NewRequest]
+    aborts: list[str]
+    outputs: list[RequestOutput] = field(default_factory=list)
+    refused: dict[str, Exception] = field(default_factory=dict)
+
+
+class EngineLoop:
+    """Owns the engine from `start` to `stop`.
+
+    Args:
+        max_queue: most requests waiting for a place in the batch.
+        max_buffered: most outputs per sequence that wait for their reader.
+        on_death: called once, in the event loop, when the engine cannot go on.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        *,
+        max_queue: int,
+        max_buffered: int = MAX_BUFFERED_OUTPUTS,
+        idle_s: float = IDLE_S,
+        on_death: Callable[[], None] | None = None,
+    ) -> None:
+        self.engine = engine
+        self.on_death = on_death
+        self.is_dead = False
+        self.is_draining = False
+        self.num_rejections = 0
+        self._max_queue = max_queue
+        self._max_buffered = max_buffered
+        self._idle_s = idle_s
+        self._inbox: list[NewRequest] = []
+        self._handed_over: list[NewRequest] = []
+        self._aborts: list[str] = []
+        self._streams: dict[str, Stream] = {}  # by request id
+        self._known = engine.stats  # as of the end of the last turn, so that it agrees with _handed_over
+        self._wake = asyncio.Event()
+        self._idle = asyncio.Event()
+        self._idle.set()
+        self._worker = ThreadPoolExecutor(1, thread_name_prefix="engine")
+        self._task: asyncio.Task[None] | None = None
+
+    def start(self) -> None:
+        self._task = asyncio.create_task(self._run(), name="engine loop")
+
+    @property
+    def num_in_inbox(self) -> int:
+        """Requests that the engine has not been told of yet; they wait as much as those it queues."""
+        return len(self._inbox)
+
+    @property
+    def num_open_streams(self) -> int:
+        return len(set(map(id, self._streams.values())))
+
+    @property
+    def is_busy(self) -> bool:
+        return bool(self._inbox or self._aborts or self.engine.has_unfinished_requests)
+
+    def submit(self, requests: Sequence[NewRequest]) -> Stream:
+        """Queue the sequences of one HTTP request, all or none.
+
+        Raises:
+            ApiError: 503 when the queue is full, the server drains or the engine has died; 400 when the queue could
+                never hold them.
+        """
+        self.refuse_if_closed()
+        self._refuse_if_full(len(requests))
+        ids = [request.request_id for request in requests]
+        stream = Stream(self, ids, max_buffered=self._max_buffered, idle_s=self._idle_s)
+        self._streams.update(dict.fromkeys(ids, stream))
+        self._inbox.extend(requests)
+        self._idle.clear()
+        self._wake.set()
+        return stream
+
+    def release(self, stream: Stream) -> None:
+        """Forget a stream and abort what still runs of it, within one step."""
+        self._aborts.extend(stream.open_ids)
+        stream.open_ids.clear()
+        for request_id in stream.request_ids:
+            self._streams.pop(request_id, None)
+        self._settle()
+        self._wake.set()
+
+    def refuse_if_closed(self) -> None:
+        """Raise the 503 that a request gets when nothing more is taken."""
+        if self.is_dead:
+            raise EngineDead("the engine has stopped after a fault")
+        if self.is_draining:
+            raise unavailable("the server is shutting down", "shutting_down")
+
+    async def drain(self, timeout_s: float) -> None:
+        """Take nothing more; return when all streams have ended, those still open after `timeout_s` with an error."""
+        self.is_draining = True
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self._idle.wait()
+        except TimeoutError:
+            logger.warning("shutdown timeout, streams cut", extra={"num_streams": self.num_open_streams})
+            self._fail_all(unavailable("the server is shutting down", "shutting_down"))
+
+    async def stop(self) -> None:
+        """End the loop after the turn that is under way. Open streams get an error."""
+        self.is_draining = True
+        self._fail_all(unavailable("the server is shutting down", "shutting_down"))
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+        await asyncio.get_running_loop().run_in_executor(None, self._worker.shutdown)
+
+    def _refuse_if_full(self, num_new: int) -> None:
+        max_batch = self.engine.config.max_num_seqs
+        if num_new > self._max_queue + max_batch:
+            raise InvalidRequest(
+                f"{num_new} sequences in one request, limit is {self._max_queue + max_batch}", "prompt"
+            )
+        num_waiting = self._known.num_waiting + len(self._handed_over) + len(self._inbox)
+        num_places = max(0, max_batch - self._known.num_running)
+        if num_waiting + num_new > self._max_queue + num_places:
+            self.num_rejections += 1
+            raise unavailable(f"{num_waiting} requests are waiting, limit is {self._max_queue}", "queue_full")
+
+    async def _run(self) -> None:
+        loop = asyncio.get_running_loop()
+        while True:
+            await self._wake.wait()
+            self._wake.clear()
+            while self.is_busy:
+                turn = _Turn(self._inbox, self._aborts)
+                self._handed_over, self._inbox, self._aborts = self._inbox, [], []
+                try:
+                    await loop.run_in_executor(self._worker, self._take, turn)
+                except Exception as error:
+                    self._die(error)
+                    return
+                self._handed_over = []
+                self._known = self.engine.stats
+                self._deal_out(turn)
+
+    def _take(self, turn: _Turn) -> None:
+        """In the worker thread: add, abort, step. Aborts come second, so that each finds its request."""
+        for request in turn.new:
+            try:
+                self.engine.add(request)
+            except (InvalidRequest, DuplicateRequest) as error:
+                turn.refused[request.request_id] = error
+        for request_id in turn.aborts:
+            self.engine.abort(request_id)
+        if self.engine.has_unfinished_requests:
+            turn.outputs = self.engine.step()
+
+    def _deal_out(self, turn: _Turn) -> None:
+        for request_id, error in turn.refused.items():
+            if (stream := self._streams.get(request_id)) is not None:
+                stream.open_ids.discard(request_id)
+                stream.fail(error)
+                stream.close()
+        for output in turn.outputs:
+            if (stream := self._streams.get(output.request_id)) is not None:
+                stream.put(output)
+                if output.is_finished:
+                    self._streams.pop(output.request_id, None)
+        self._settle()
+
+    def _settle(self) -> None:
+        if not self._streams:
+            self._idle.set()
+
+    def _fail_all(self, error: Exception) -> None:
+        for stream in list(self._streams.values()):
+            stream.fail(error)
+            stream.close()
+
+    def _die(self, error: Exception) -> None:
+        logger.critical("engine died", exc_info=error)
+        self.is_dead = True
+        self._fail_all(EngineDead("the engine has stopped after a fault"))
+        if self.on_death is not None:
+            self.on_death()

@@ -1,0 +1,145 @@
+"""Errors as clients know them: OpenAI's error object and the right status, whatever went wrong.
+
+Every failure becomes `{"error": {message, type, param, code}}`. Official clients decide on retries by the status and
+show `message`; `code` is a string or null, never the status. There is no 422: a body that does not validate is 400.
+"""
+
+import logging
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from starlette.exceptions import HTTPException
+from starlette.responses import JSONResponse, Response
+
+from core import ContextLengthExceeded, EngineDead, InvalidRequest
+
+logger = logging.getLogger(__name__)
+
+INVALID = "invalid_request_error"
+SERVER_ERROR = "server_error"
+MAX_PROBLEMS = 5  # problems of one body that are listed; a list of a million wrong items has a million
+
+
+class ApiError(Exception):
+    """An answer that is not a success: status, and the fields of OpenAI's error object."""
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        kind: str = INVALID,
+        param: str | None = None,
+        code: str | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.message = message
+        self.kind = kind
+        self.param = param
+        self.code = code
+        self.headers = dict(headers or {})
+
+    @property
+    def body(self) -> dict[str, Any]:
+        return {"error": {"message": self.message, "type": self.kind, "param": self.param, "code": self.code}}
+
+    def response(self) -> Response:
+        return JSONResponse(self.body, self.status, self.headers)
+
+
+class ClientGone(Exception):
+    """The client closed the connection before its answer was complete; nobody reads what is sent now."""
+
+
+def unavailable(message: str, code: str, *, retry_after_s: int = 1) -> ApiError:
+    """503: later, or on another replica, the same request may succeed."""
+    headers = {"Retry-After": str(retry_after_s)}
+    return ApiError(503, message, kind="service_unavailable", code=code, headers=headers)
+
+
+def unsupported(param: str, why: str = "is not supported by this server") -> ApiError:
+    """400: a field we know and do not honour. Ignoring it would give a wrong answer silently."""
+    return ApiError(400, f"'{param}' {why}", param=param, code="unsupported_parameter")
+
+
+def model_not_found(name: str) -> ApiError:
+    return ApiError(404, f"The model '{name}' does not exist", param="model", code="model_not_found")
+
+
+def as_api_error(error: Exception) -> ApiError:
+    """What a client is told of any exception; of our own mistakes no more than that there was one."""
+    match error:
+        case ApiError():
+            return error
+        case ContextLengthExceeded():
+            return ApiError(400, str(error), param=error.param, code="context_length_exceeded")
+        case InvalidRequest():
+            return ApiError(400, str(error), param=error.param)
+        case EngineDead():
+            return unavailable("the engine has stopped after a fault", "engine_dead", retry_after_s=5)
+        case _:
+            return ApiError(500, "The server had an error while processing your request", kind=SERVER_ERROR)
+
+
+def install(app: FastAPI) -> None:
+    """Make every failure of a route an error object."""
+    for kind in (ApiError, InvalidRequest, EngineDead, Exception):
+        app.add_exception_handler(kind, _handle)
+    app.add_exception_handler(RequestValidationError, _handle_validation)
+    app.add_exception_handler(HTTPException, _handle_http)
+    app.add_exception_handler(ClientGone, _handle_gone)
+
+
+async def _handle(request: Request, error: Exception) -> Response:
+    api_error = as_api_error(error)
+    if api_error.status == 500 and not isinstance(error, ApiError):
+        logger.error("request failed", exc_info=error, extra={"path": request.url.path})
+    return api_error.response()
+
+
+async def _handle_validation(request: Request, error: Exception) -> Response:
+    assert isinstance(error, RequestValidationError)
+    problems = error.errors()
+    if any(problem["loc"] == ("body",) for problem in problems) and not _is_json(request):
+        found = request.headers.get("content-type")
+        return ApiError(400, f"Content-Type must be application/json, it is {found!r}").response()
+    return ApiError(400, _describe(problems), param=_param(problems[0])).response()
+
+
+async def _handle_http(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    message = str(error.detail)
+    if error.status_code == 404:
+        message = f"Unknown path: {request.method} {request.url.path}"
+    elif error.status_code == 405:
+        message = f"{request.method} is not allowed on {request.url.path}"
+    return ApiError(error.status_code, message, headers=error.headers).response()
+
+
+async def _handle_gone(request: Request, error: Exception) -> Response:
+    return Response(status_code=499)  # read by nobody but our own metrics; the number is nginx's
+
+
+def _is_json(request: Request) -> bool:
+    media_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    return media_type == "application/json" or (media_type.startswith("application/") and media_type.endswith("+json"))
+
+
+def _param(problem: Mapping[str, Any]) -> str | None:
+    """The field's name, without "body" before it and without what a union calls its members behind it."""
+    names = [part for part in problem["loc"] if part != "body"]
+    return names[0] if names and isinstance(names[0], str) else None
+
+
+def _describe(problems: Sequence[Mapping[str, Any]]) -> str:
+    if problems[0]["type"] == "json_invalid":
+        return f"The body is not valid JSON: {problems[0]['ctx']['error']} at character {problems[0]['loc'][-1]}"
+    if problems[0]["loc"] == ("body",):
+        return "The body must be a JSON object"
+    parts = [f"{'.'.join(map(str, problem['loc'][1:]))}: {problem['msg']}" for problem in problems[:MAX_PROBLEMS]]
+    more = len(problems) - MAX_PROBLEMS
+    return "; ".join(parts) + (f"; and {more} more" if more > 0 else "")

@@ -1,0 +1,69 @@
+"""Makes the FastAPI application: routes, middlewares, and a lifespan around the engine."""
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+from fastapi import FastAPI
+from starlette.middleware.cors import CORSMiddleware
+
+from app import chat, completions, errors, logs, models, ops
+from app.auth import Authentication
+from app.metrics import CountRequests
+from app.middleware import BodyLimit, RequestIdEcho
+from app.service import Service, package_version
+from app.settings import Settings
+from core import EMBEDDED_MODEL, Engine, load_engine
+
+logger = logging.getLogger(__name__)
+
+
+def load(settings: Settings) -> Engine:
+    """The engine of these settings; blocks until it can answer. Raises ModelLoadError, InvalidRequest."""
+    model = settings.model
+    if model != EMBEDDED_MODEL:
+        from app.hub import resolve_model  # an HTTP client and a progress bar, which the embedded model does not need
+
+        model = str(resolve_model(model, cache_dir=settings.cache_dir))
+    return load_engine(settings.engine_config(model))
+
+
+def create_app(settings: Settings | None = None, engine: Engine | None = None) -> FastAPI:
+    """The application. The model loads when it starts, in a thread, unless an engine is handed over."""
+    settings = settings or Settings()
+
+    @asynccontextmanager
+    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        service = Service(settings, await asyncio.to_thread(load, settings) if engine is None else engine)
+        app.state.service = service
+        service.start()
+        logs.log_start(service.engine)
+        try:
+            yield
+        finally:
+            await service.stop()
+
+    # No redirects between /x and /x/: a scraper that is sent elsewhere gives up.
+    app = FastAPI(title="Octavo", version=package_version(), lifespan=lifespan, redirect_slashes=False)
+    for module in (completions, chat, models, ops):
+        app.include_router(module.router)
+    errors.install(app)
+    _add_middlewares(app, settings)
+    return app
+
+
+def _add_middlewares(app: FastAPI, settings: Settings) -> None:
+    """Innermost first. CORS is outermost: a browser's preflight has no key, and must see the headers on a 401 too."""
+    app.add_middleware(BodyLimit, max_bytes=settings.max_body_bytes)
+    if settings.api_key:
+        app.add_middleware(Authentication, keys=settings.api_key, protect_metrics=settings.protect_metrics)
+    app.add_middleware(CountRequests)
+    app.add_middleware(RequestIdEcho)
+    app.add_middleware(
+        CORSMiddleware,
+        allow_origins=settings.allowed_origins,
+        allow_methods=["*"],
+        allow_headers=["*"],
+        expose_headers=["x-request-id"],
+    )

@@ -1,0 +1,336 @@
+"""From a request's body to the engine's requests, and from the engine's outputs back to choices and usage.
+
+One HTTP request is a `Job`: its prompts, times `n` samples, are so many sequences, and choice `prompt * n + sample` is
+the sequence of that place. A `Run` is a job under way; it ends its sequences when it is left, whatever the way out.
+What is particular to completions or to chat is in their own modules.
+"""
+
+import logging
+import re
+import time
+import uuid
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Self
+
+from app.engine_loop import EngineLoop, Stream
+from app.errors import SERVER_ERROR, ApiError, unsupported
+from app.schemas import MAX_PROMPTS, FinishReason, GenerationRequest, PromptTokensDetails, StreamOptions, Usage
+from core import ContextLengthExceeded, Engine, InvalidRequest, NewRequest, RequestOutput, SamplingParams
+from core import FinishReason as EngineFinishReason
+
+logger = logging.getLogger(__name__)
+
+PromptItem = str | Sequence[int]
+ScriptPiece = str | bytes
+ScriptEntry = ScriptPiece | tuple[ScriptPiece, ...]
+
+# Fields that go over as they are; a null leaves the engine's default, which is OpenAI's.
+_PLAIN_FIELDS = (
+    "temperature",
+    "top_p",
+    "presence_penalty",
+    "frequency_penalty",
+    "seed",
+    "top_k",
+    "min_p",
+    "repetition_penalty",
+    "min_tokens",
+    "ignore_eos",
+    "include_stop_str_in_output",
+)
+_SHOWN_REASONS: dict[EngineFinishReason, FinishReason] = {
+    EngineFinishReason.STOP: "stop",
+    EngineFinishReason.LENGTH: "length",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """A prompt's tokens, and its text where it came as text."""
+
+    token_ids: tuple[int, ...]
+    text: str | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Job:
+    """One HTTP request, checked and ready for the engine; `requests[i]` is choice `i`."""
+
+    id: str
+    trace_id: str
+    created: int
+    model: str
+    n: int
+    prompts: tuple[Prompt, ...]
+    requests: tuple[NewRequest, ...]
+
+    def prompt_of(self, index: int) -> Prompt:
+        return self.prompts[index // self.n]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ask:
+    """What is asked of the engine, before there are tokens.
+
+    `kind` starts the id, as clients know it: cmpl or chatcmpl.
+    """
+
+    kind: str
+    model: str
+    items: Sequence[PromptItem]
+    params: SamplingParams
+    n: int
+    script: tuple[ScriptEntry, ...] | None
+    add_special_tokens: bool
+    trace_id: str | None
+    arrival_s: float
+
+
+def prompt_items(value: Any) -> list[PromptItem]:
+    """The prompts of a completions request, told apart by their shapes: text, texts, ids, lists of ids."""
+    if isinstance(value, str):
+        return [value]
+    if value is None or value == []:
+        raise InvalidRequest(f"prompt is {'missing' if value is None else 'an empty list'}", "prompt")
+    if isinstance(value, list):
+        if _are_ids(value):
+            return [value]
+        if len(value) > MAX_PROMPTS:
+            raise InvalidRequest(f"prompt has {len(value)} items, limit is {MAX_PROMPTS}", "prompt")
+        if all(isinstance(item, str) for item in value) or all(isinstance(i, list) and _are_ids(i) for i in value):
+            return value
+    raise InvalidRequest(
+        "prompt must be a string, a list of strings, a list of token ids or a list of lists of token ids", "prompt"
+    )
+
+
+def _are_ids(items: list[Any]) -> bool:
+    return all(type(item) is int for item in items)  # True is an int to isinstance
+
+
+def sampling_params(body: GenerationRequest, *, max_tokens: int | None, num_logprobs: int | None) -> SamplingParams:
+    """The body's sampling fields. Raises InvalidRequest naming the one that is out of range."""
+    given: dict[str, Any] = {name: value for name in _PLAIN_FIELDS if (value := getattr(body, name)) is not None}
+    stop = [body.stop] if isinstance(body.stop, str) else body.stop or []
+    return SamplingParams(
+        max_tokens=max_tokens,
+        num_logprobs=num_logprobs,
+        logit_bias=_logit_bias(body.logit_bias or {}),
+        stop=tuple(stop),
+        stop_token_ids=tuple(body.stop_token_ids or ()),
+        **given,
+    )
+
+
+def _logit_bias(given: Mapping[str, float]) -> dict[int, float]:
+    for key in given:
+        if not re.fullmatch(r"[0-9]{1,19}", key):  # JSON has only text for keys
+            raise InvalidRequest(f"logit_bias has the key {key[:32]!r}, which is no token id", "logit_bias")
+    return {int(key): value for key, value in given.items()}
+
+
+def parse_script(value: Any, *, is_enabled: bool) -> tuple[ScriptEntry, ...] | None:
+    """A body's `script`: a list of pieces; a nested list of pieces is one step's.
+
+    A piece is a string or a list of bytes. So a list of integers is one piece, any other list is a group.
+    """
+    if value is None:
+        return None
+    if not is_enabled:
+        raise unsupported("script", "is only taken by a server started with --enable-scripts")
+    if not isinstance(value, list) or not value:
+        raise InvalidRequest("script must be a list of at least one piece", "script")
+    return tuple(_script_entry(item) for item in value)
+
+
+def _script_entry(item: Any) -> ScriptEntry:
+    if isinstance(item, list) and item and not _are_ids(item):
+        return tuple(_script_piece(piece) for piece in item)
+    return _script_piece(item)
+
+
+def _script_piece(item: Any) -> ScriptPiece:
+    if isinstance(item, str) and item:
+        _num_bytes(item, "script")
+        return item
+    if isinstance(item, list) and item and _are_ids(item) and all(0 <= byte <= 255 for byte in item):
+        return bytes(item)
+    raise InvalidRequest(f"script has {str(item)[:64]!r}, a piece is a string or a list of bytes, not empty", "script")
+
+
+def _num_bytes(text: str, param: str) -> int:
+    try:
+        return len(text.encode())
+    except UnicodeEncodeError as error:
+        raise InvalidRequest(f"{param} has half of a surrogate pair at character {error.start}", param) from None
+
+
+def encode(engine: Engine, item: PromptItem, *, add_special_tokens: bool = True, param: str = "prompt") -> Prompt:
+    """Tokens of one prompt. A text that cannot fit, however it is cut into tokens, is refused before it is cut."""
+    if not isinstance(item, str):
+        return Prompt(tuple(item), None)
+    num_bytes, limit = _num_bytes(item, param), engine.max_model_len * engine.tokenizer.max_token_bytes
+    if num_bytes > limit:
+        raise ContextLengthExceeded(f"{param} has {num_bytes} bytes, limit is {limit}", param)
+    return Prompt(tuple(engine.tokenizer.encode(item, add_special_tokens=add_special_tokens)), item)
+
+
+def build(engine: Engine, ask: Ask) -> Job:
+    """Tokenize and check every prompt; runs outside the event loop.
+
+    Raises:
+        InvalidRequest: one of them cannot be served, so none is; the message names it.
+    """
+    if ask.n > engine.config.max_num_seqs:
+        raise InvalidRequest(f"n is {ask.n}, this server runs at most {engine.config.max_num_seqs} at once", "n")
+    job_id = f"{ask.kind}-{uuid.uuid4().hex}"
+    prompts: list[Prompt] = []
+    requests: list[NewRequest] = []
+    for number, item in enumerate(ask.items):
+        try:
+            prompt = encode(engine, item, add_special_tokens=ask.add_special_tokens)
+            params = engine.check(prompt.token_ids, ask.params)
+        except InvalidRequest as error:
+            raise _explained(error, engine, f"prompt {number}: " if len(ask.items) > 1 else "") from error
+        prompts.append(prompt)
+        requests += [
+            NewRequest(
+                request_id=f"{job_id}-{number * ask.n + sample}",
+                prompt_token_ids=prompt.token_ids,
+                params=params,
+                choice=sample,
+                arrival_s=ask.arrival_s,
+                script=ask.script,
+            )
+            for sample in range(ask.n)
+        ]
+    return Job(
+        id=job_id,
+        trace_id=ask.trace_id or job_id,
+        created=int(time.time()),
+        model=ask.model,
+        n=ask.n,
+        prompts=tuple(prompts),
+        requests=tuple(requests),
+    )
+
+
+def _explained(error: InvalidRequest, engine: Engine, where: str) -> InvalidRequest:
+    """The error with the prompt's number, and with the phrases by which client libraries know a context overflow."""
+    message = str(error)
+    if isinstance(error, ContextLengthExceeded) and "maximum context length is" not in message:
+        limit = f"This model's maximum context length is {engine.max_model_len} tokens"
+        message = f"{limit} and the prompt is too long, alone or with its max_tokens: {message}"
+    return type(error)(where + message, error.param)
+
+
+class Run:
+    """A job under way. Use it in a `with`: leaving it aborts whatever still runs."""
+
+    def __init__(self, loop: EngineLoop, job: Job) -> None:
+        self.job = job
+        self._loop = loop
+        self._stream: Stream | None = None
+        self._index = {request.request_id: index for index, request in enumerate(job.requests)}
+        self._last: dict[int, RequestOutput] = {}
+
+    def __enter__(self) -> Self:
+        self._stream = self._loop.submit(self.job.requests)
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        assert self._stream is not None
+        self._stream.close()
+        self._log()
+
+    def __aiter__(self) -> Self:
+        return self
+
+    async def __anext__(self) -> list[tuple[int, RequestOutput]]:
+        """(choice, output) pairs of the steps since the last time; [] is a sign of life. Raises for a failed one."""
+        assert self._stream is not None
+        pairs = [(self._index[output.request_id], output) for output in await anext(self._stream)]
+        for index, output in pairs:
+            self._last[index] = output
+            if output.is_finished and output.finish_reason not in _SHOWN_REASONS:
+                logger.error("request failed", extra={"request_id": self.job.id, "error": output.error})
+                raise ApiError(500, "The engine failed on this request", kind=SERVER_ERROR)
+        return pairs
+
+    async def collect(self) -> list[RequestOutput]:
+        """All outputs to the end, merged to one per choice, in order."""
+        outputs: list[list[RequestOutput]] = [[] for _ in self.job.requests]
+        async for pairs in self:
+            for index, output in pairs:
+                outputs[index].append(output)
+        return [merge(parts) for parts in outputs]
+
+    def usage(self) -> Usage:
+        """Tokens so far. Each prompt counts once, and so do its cached tokens."""
+        job = self.job
+        first_samples = (self._last[i] for i in range(0, len(job.requests), job.n) if i in self._last)
+        return make_usage(
+            job.prompts,
+            num_generated=sum(output.num_generated_tokens for output in self._last.values()),
+            num_cached=sum(output.num_cached_tokens for output in first_samples),
+        )
+
+    def _log(self) -> None:
+        outputs = self._last.values()
+        reasons = {output.finish_reason.value for output in outputs if output.finish_reason is not None}
+        if sum(output.is_finished for output in outputs) < len(self.job.requests):
+            reasons.add(EngineFinishReason.ABORT.value)
+        usage = self.usage()
+        fields = {
+            "request_id": self.job.id,
+            "trace_id": self.job.trace_id,
+            "reason": ",".join(sorted(reasons)),
+            "num_choices": len(self.job.requests),
+            "num_prompt_tokens": usage.prompt_tokens,
+            "num_output_tokens": usage.completion_tokens,
+            "duration_s": round(time.monotonic() - self.job.requests[0].arrival_s, 4),
+        }
+        logger.info("request finished", extra=fields)
+
+
+def make_usage(prompts: Sequence[Prompt], *, num_generated: int = 0, num_cached: int = 0) -> Usage:
+    num_prompt_tokens = sum(len(prompt.token_ids) for prompt in prompts)
+    return Usage(
+        prompt_tokens=num_prompt_tokens,
+        completion_tokens=num_generated,
+        total_tokens=num_prompt_tokens + num_generated,
+        prompt_tokens_details=PromptTokensDetails(cached_tokens=num_cached),
+    )
+
+
+def merge(parts: Sequence[RequestOutput]) -> RequestOutput:
+    """Successive deltas of one sequence as one."""
+    last = parts[-1]
+    return RequestOutput(
+        request_id=last.request_id,
+        text="".join(part.text for part in parts),
+        tokens=tuple(token for part in parts for token in part.tokens),
+        num_prompt_tokens=last.num_prompt_tokens,
+        num_cached_tokens=last.num_cached_tokens,
+        num_generated_tokens=last.num_generated_tokens,
+        finish_reason=last.finish_reason,
+        stop_reason=last.stop_reason,
+    )
+
+
+def shown_reason(output: RequestOutput) -> FinishReason | None:
+    """The finish reason as clients know it, None while it goes on."""
+    return None if output.finish_reason is None else _SHOWN_REASONS[output.finish_reason]
+
+
+def stream_options(body: GenerationRequest) -> StreamOptions:
+    """The body's stream options, checked: they make no sense without a stream."""
+    if body.stream_options is None:
+        return StreamOptions()
+    body.stream_options.refuse_unsupported()
+    if not body.stream:
+        raise InvalidRequest("stream_options needs stream to be true", "stream_options")
+    if body.stream_options.continuous_usage_stats and not body.stream_options.include_usage:
+        raise InvalidRequest("continuous_usage_stats needs include_usage", "stream_options")
+    return body.stream_options

@@ -1,0 +1,82 @@
+"""The server's log: one line per event, its fields behind it as name=value; nothing per token.
+
+While the engine is busy a line every ten seconds says how it goes, in vLLM's words, so that eyes and scripts used to
+its log find theirs here.
+"""
+
+import asyncio
+import logging
+import sys
+from contextlib import suppress
+
+from app.engine_loop import EngineLoop
+from core import Engine, EngineStats, blocks_needed
+
+logger = logging.getLogger(__name__)
+
+STATS_INTERVAL_S = 10.0
+_STANDARD_FIELDS = set(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName", "color_message"}
+
+
+class FieldFormatter(logging.Formatter):
+    """Appends the fields given as `extra`."""
+
+    def __init__(self) -> None:
+        super().__init__("%(asctime)s %(levelname)s %(name)s: %(message)s")
+
+    def formatMessage(self, record: logging.LogRecord) -> str:
+        fields = [f"{name}={value}" for name, value in vars(record).items() if name not in _STANDARD_FIELDS]
+        return " ".join([super().formatMessage(record), *fields])
+
+
+def configure(level: str) -> None:
+    """Send everything from `level` up to stderr; stdout is for what a command answers."""
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(FieldFormatter())
+    logging.basicConfig(level=level.upper(), handlers=[handler], force=True)
+
+
+def max_concurrency(engine: Engine) -> float:
+    """Requests of full context length that the KV cache holds at once."""
+    return engine.num_kv_blocks / blocks_needed(engine.max_model_len, engine.config.block_size)
+
+
+def log_start(engine: Engine) -> None:
+    """vLLM's line on the KV cache's size."""
+    logger.info(
+        "KV cache size: %s tokens, maximum concurrency for %s tokens per request: %.2fx",
+        f"{engine.num_kv_blocks * engine.config.block_size:,}",
+        f"{engine.max_model_len:,}",
+        max_concurrency(engine),
+    )
+
+
+def stats_line(before: EngineStats, now: EngineStats, seconds: float) -> str:
+    """Rates between two snapshots that lie `seconds` apart, and the gauges of the second."""
+    prompt = (now.num_prompt_tokens - before.num_prompt_tokens) / seconds
+    generation = (now.num_generation_tokens - before.num_generation_tokens) / seconds
+    queries = now.prefix_cache_queries - before.prefix_cache_queries
+    hits = now.prefix_cache_hits - before.prefix_cache_hits
+    line = (
+        f"Avg prompt throughput: {prompt:.1f} tokens/s, Avg generation throughput: {generation:.1f} tokens/s, "
+        f"Running: {now.num_running} reqs, Waiting: {now.num_waiting} reqs, "
+        f"KV cache usage: {now.kv_blocks_used / max(now.kv_blocks, 1):.1%}, "
+        f"Prefix cache hit rate: {hits / max(queries, 1):.1%}"
+    )
+    drafted = now.num_draft_tokens - before.num_draft_tokens
+    if drafted:
+        accepted = now.num_accepted_tokens - before.num_accepted_tokens
+        line += f", Draft acceptance rate: {accepted / drafted:.1%}"
+    return line
+
+
+async def log_stats(loop: EngineLoop, interval_s: float = STATS_INTERVAL_S) -> None:
+    """Until cancelled: a line after every interval in which there was something to do."""
+    before = loop.engine.stats
+    with suppress(asyncio.CancelledError):
+        while True:
+            await asyncio.sleep(interval_s)
+            now = loop.engine.stats
+            if now is not before:  # replaced by every step
+                logger.info(stats_line(before, now, interval_s))
+            before = now

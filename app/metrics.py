@@ -1,0 +1,258 @@
+"""/metrics: the engine's snapshot under vLLM's names, Octavo's own beside it, and HTTP counters.
+
+Nothing is counted twice: engine series are made at scrape time from `engine.stats`, one snapshot, so that they agree
+with each other. HTTP series are counted by a plain ASGI middleware; their labels come from routes, never from
+clients, so that their number is bounded. vLLM's names and edges: docs/metrics.md.
+"""
+
+import time
+from collections.abc import Iterator, Mapping
+
+from prometheus_client import (
+    CollectorRegistry,
+    Counter,
+    GCCollector,
+    PlatformCollector,
+    ProcessCollector,
+    Summary,
+    disable_created_metrics,
+    generate_latest,
+)
+from prometheus_client import Histogram as HttpHistogram
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.registry import Collector
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from app.engine_loop import EngineLoop
+from app.logs import max_concurrency
+from core import Engine, EngineStats, Histogram
+
+# The older text format: every scraper reads it, and promtool.
+MEDIA_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+LABELS = ("model_name", "engine")
+ENGINE = "0"
+
+# name: (help, field of EngineStats)
+GAUGES = {
+    "vllm:num_requests_running": ("Requests in the running batch.", "num_running"),
+    "octavo:kv_blocks": ("KV blocks in the pool.", "kv_blocks"),
+    "octavo:kv_blocks_free": ("KV blocks that can be taken now, cached ones among them.", "kv_blocks_free"),
+    "octavo:kv_blocks_cached": ("Free KV blocks whose contents a prefix could still hit.", "kv_blocks_cached"),
+    "octavo:kv_blocks_used": ("KV blocks referenced or reserved.", "kv_blocks_used"),
+    "octavo:kv_blocks_shared": ("KV blocks referenced by more than one request.", "kv_blocks_shared"),
+}
+COUNTERS = {
+    "vllm:prefix_cache_queries": ("Prompt tokens looked up in the prefix cache.", "prefix_cache_queries"),
+    "vllm:prefix_cache_hits": ("Prompt tokens found in the prefix cache.", "prefix_cache_hits"),
+    "vllm:num_preemptions": ("Preemptions.", "num_preemptions"),
+    "vllm:prompt_tokens": ("Prompt tokens, each prompt once.", "num_prompt_tokens"),
+    "vllm:generation_tokens": ("Generated tokens.", "num_generation_tokens"),
+}
+SPECULATION_COUNTERS = {
+    "vllm:spec_decode_num_drafts": ("Draft proposals, one per request and step.", "num_drafts"),
+    "vllm:spec_decode_num_draft_tokens": ("Draft tokens proposed.", "num_draft_tokens"),
+    "vllm:spec_decode_num_accepted_tokens": ("Draft tokens accepted, the bonus token excluded.", "num_accepted_tokens"),
+}
+HISTOGRAMS = {
+    "time_to_first_token_seconds": "From arrival to the first token.",
+    "inter_token_latency_seconds": "Between outputs of one request.",
+    "request_time_per_output_token_seconds": "Per finished request: decode time by tokens after the first.",
+    "e2e_request_latency_seconds": "From arrival to the end.",
+    "request_queue_time_seconds": "From arrival to the first step.",
+    "request_prefill_time_seconds": "From the first step to the first token.",
+    "request_decode_time_seconds": "From the first token to the last.",
+    "request_inference_time_seconds": "From the first step to the last token.",
+    "request_prompt_tokens": "Prompt tokens per finished request.",
+    "request_generation_tokens": "Generated tokens per finished request.",
+    "request_max_num_generation_tokens": "Largest output among the samples of a request.",
+    "request_params_max_tokens": "The max_tokens of finished requests.",
+    "request_params_n": "The n of finished requests.",
+    "request_prefill_kv_computed_tokens": "Prompt tokens computed, cached ones excluded.",
+    "request_num_preemptions": "How often a finished request was preempted.",
+    "iteration_tokens_total": "Tokens per step, computed prompt tokens and generated ones.",
+}
+SILENT_HANDLERS = frozenset({"/metrics", "/health", "/ready", "/load", "/ping", "/version"})
+METHODS = frozenset({"GET", "POST", "HEAD", "OPTIONS", "PUT", "PATCH", "DELETE"})
+HTTP_EDGES = (0.1, 0.5, 1.0)
+HTTP_FINE_EDGES = (
+    *(0.01, 0.025, 0.05, 0.075, 0.1, 0.25, 0.5, 0.75, 1.0, 1.5, 2.0, 2.5, 3.0, 3.5, 4.0, 4.5, 5.0, 7.5, 10.0, 30.0),
+    60.0,
+)
+
+
+class Metrics:
+    """One server's registry: several servers in one process (tests) do not meet."""
+
+    def __init__(self, loop: EngineLoop, model_name: str) -> None:
+        disable_created_metrics()  # type: ignore[no-untyped-call] # a time series beside each counter that nobody asked for
+        self.registry = CollectorRegistry()
+        self.registry.register(EngineCollector(loop, model_name))
+        self.http = HttpMetrics(self.registry)
+        for kind in (ProcessCollector, PlatformCollector, GCCollector):
+            kind(registry=self.registry)
+
+    def expose(self) -> tuple[bytes, str]:
+        """The text of a scrape, and its media type."""
+        return generate_latest(self.registry), MEDIA_TYPE
+
+
+class EngineCollector(Collector):
+    """Turns the engine's latest snapshot into series. All label values exist from the start, with 0."""
+
+    def __init__(self, loop: EngineLoop, model_name: str) -> None:
+        self._loop = loop
+        self._labels = (model_name, ENGINE)
+
+    def collect(self) -> Iterator[Metric]:
+        engine, stats = self._loop.engine, self._loop.engine.stats
+        yield from self._gauges(stats)
+        yield _cache_config(engine)
+        yield from self._counters(stats)
+        yield self._rejections()
+        if engine.config.speculative is not None:
+            yield from self._speculation(stats)
+        for name, histogram in stats.histograms.items():
+            if name in HISTOGRAMS:
+                yield self._histogram(name, histogram)
+
+    def _gauges(self, stats: EngineStats) -> Iterator[Metric]:
+        for name, (text, attribute) in GAUGES.items():
+            yield self._gauge(name, text, getattr(stats, attribute))
+        num_waiting = stats.num_waiting + self._loop.num_in_inbox
+        yield self._gauge("vllm:num_requests_waiting", "Requests waiting for a place.", num_waiting)
+        by_reason = {"capacity": num_waiting, "deferred": 0}
+        yield self._gauge_by("vllm:num_requests_waiting_by_reason", "The same by reason.", "reason", by_reason)
+        share = stats.kv_blocks_used / stats.kv_blocks if stats.kv_blocks else 0.0
+        yield self._gauge("vllm:kv_cache_usage_perc", "Share of KV blocks in use, 0 to 1.", share)
+
+    def _counters(self, stats: EngineStats) -> Iterator[Metric]:
+        for name, (text, attribute) in COUNTERS.items():
+            yield self._counter(name, text, getattr(stats, attribute))
+        sources = stats.prompt_tokens_by_source
+        yield self._counter_by("vllm:prompt_tokens_by_source", "Prompt tokens by origin.", "source", sources)
+        yield self._counter_by("vllm:request_success", "Finished requests.", "finished_reason", stats.finished)
+
+    def _speculation(self, stats: EngineStats) -> Iterator[Metric]:
+        for name, (text, attribute) in SPECULATION_COUNTERS.items():
+            yield self._counter(name, text, getattr(stats, attribute))
+        per_position = {str(position): number for position, number in enumerate(stats.accepted_per_position)}
+        name = "vllm:spec_decode_num_accepted_tokens_per_pos"
+        yield self._counter_by(name, "Accepted draft tokens by position.", "position", per_position)
+        text = "Accepted by drafted tokens over the last steps that drafted."
+        yield self._gauge("octavo:spec_decode_acceptance_rate", text, stats.acceptance_rate)
+
+    def _rejections(self) -> Metric:
+        family = CounterMetricFamily(
+            "vllm:admission_rejections", "Requests refused by a queue limit.", labels=("model_name", "reason")
+        )
+        family.add_metric((self._labels[0], "max_num_queued_reqs"), self._loop.num_rejections)
+        return family
+
+    def _gauge(self, name: str, text: str, value: float) -> Metric:
+        family = GaugeMetricFamily(name, text, labels=LABELS)
+        family.add_metric(self._labels, value)
+        return family
+
+    def _gauge_by(self, name: str, text: str, label: str, values: Mapping[str, float]) -> Metric:
+        family = GaugeMetricFamily(name, text, labels=(*LABELS, label))
+        for key, value in values.items():
+            family.add_metric((*self._labels, key), value)
+        return family
+
+    def _counter(self, name: str, text: str, value: float) -> Metric:
+        family = CounterMetricFamily(name, text, labels=LABELS)
+        family.add_metric(self._labels, value)
+        return family
+
+    def _counter_by(self, name: str, text: str, label: str, values: Mapping[str, float]) -> Metric:
+        family = CounterMetricFamily(name, text, labels=(*LABELS, label))
+        for key, value in values.items():
+            family.add_metric((*self._labels, key), value)
+        return family
+
+    def _histogram(self, name: str, histogram: Histogram) -> Metric:
+        family = HistogramMetricFamily(f"vllm:{name}", HISTOGRAMS[name], labels=LABELS)
+        buckets, cumulated = [], 0
+        for edge, count in zip((*map(str, histogram.edges), "+Inf"), histogram.counts, strict=True):
+            cumulated += count
+            buckets.append((edge, cumulated))
+        family.add_metric(self._labels, buckets, histogram.sum)
+        return family
+
+
+def _cache_config(engine: Engine) -> Metric:
+    """vLLM's info series; routers read block_size and num_gpu_blocks from its labels."""
+    values = {
+        "block_size": engine.config.block_size,
+        "num_gpu_blocks": engine.num_kv_blocks,
+        "num_cpu_blocks": 0,
+        "kv_cache_size_tokens": engine.num_kv_blocks * engine.config.block_size,
+        "kv_cache_max_concurrency": round(max_concurrency(engine), 2),
+        "engine": ENGINE,
+    }
+    family = GaugeMetricFamily("vllm:cache_config_info", "The KV cache's settings.", labels=tuple(values))
+    family.add_metric(tuple(map(str, values.values())), 1)
+    return family
+
+
+class HttpMetrics:
+    """Counts requests by route, as prometheus-fastapi-instrumentator would."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        labels, handler = ("handler", "method"), ("handler",)
+        self._requests = Counter("http_requests", "Requests.", ("handler", "method", "status"), registry=registry)
+        self._request_bytes = Summary("http_request_size_bytes", "Bodies of requests.", handler, registry=registry)
+        self._response_bytes = Summary("http_response_size_bytes", "Bodies of responses.", handler, registry=registry)
+        self._duration = HttpHistogram(
+            "http_request_duration_seconds",
+            "Until the end of the response.",
+            labels,
+            buckets=HTTP_EDGES,
+            registry=registry,
+        )
+        self._fine_duration = HttpHistogram(
+            "http_request_duration_highr_seconds", "The same, finer.", buckets=HTTP_FINE_EDGES, registry=registry
+        )
+
+    def observe(self, scope: Scope, status: int, *, num_in: int, num_out: int, seconds: float) -> None:
+        route = scope.get("route")
+        handler = getattr(route, "path", None) or "other"
+        if handler in SILENT_HANDLERS:
+            return
+        method = scope["method"] if scope["method"] in METHODS else "other"
+        self._requests.labels(handler, method, f"{status // 100}xx").inc()
+        self._request_bytes.labels(handler).observe(num_in)
+        self._response_bytes.labels(handler).observe(num_out)
+        self._duration.labels(handler, method).observe(seconds)
+        self._fine_duration.observe(seconds)
+
+
+class CountRequests:
+    """The middleware around everything that hands each finished request to the server's HttpMetrics."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            return await self._app(scope, receive, send)
+        status, num_in, num_out, started_s = 499, 0, 0, time.monotonic()  # 499: it left before its answer began
+
+        async def counting_receive() -> Message:
+            nonlocal num_in
+            message = await receive()
+            num_in += len(message.get("body", b""))
+            return message
+
+        async def counting_send(message: Message) -> None:
+            nonlocal status, num_out
+            status = message.get("status", status)
+            num_out += len(message.get("body", b""))
+            await send(message)
+
+        try:
+            await self._app(scope, counting_receive, counting_send)
+        finally:
+            seconds = time.monotonic() - started_s
+            http: HttpMetrics = scope["app"].state.service.metrics.http
+            http.observe(scope, status, num_in=num_in, num_out=num_out, seconds=seconds)

@@ -1,0 +1,84 @@
+"""What operators and tools ask: health, version, load, metrics, and the tokenizer by itself."""
+
+from collections.abc import Sequence
+
+from fastapi import APIRouter
+from starlette.responses import Response
+
+from app.chat import render_prompt
+from app.generation import encode
+from app.schemas import DetokenizeRequest, DetokenizeResponse, TokenizeRequest, TokenizeResponse
+from app.service import Service, ServiceOf
+from core import InvalidRequest, Tokenizer
+
+router = APIRouter()
+
+
+@router.api_route("/ping", methods=["GET", "POST"], include_in_schema=False)
+@router.get("/health")
+async def health(service: ServiceOf) -> Response:
+    """200 while the engine lives: who sees 503 here should restart the process."""
+    if service.loop.is_dead:
+        service.loop.refuse_if_closed()
+    return Response()
+
+
+@router.get("/ready")
+async def ready(service: ServiceOf) -> Response:
+    """200 while requests are taken: who sees 503 here should send them elsewhere."""
+    service.loop.refuse_if_closed()
+    return Response()
+
+
+@router.get("/version")
+async def version(service: ServiceOf) -> dict[str, str]:
+    return {"version": service.version}
+
+
+@router.get("/load")
+async def load(service: ServiceOf) -> dict[str, int]:
+    return {"server_load": service.loop.num_open_streams}
+
+
+@router.get("/metrics")
+async def metrics(service: ServiceOf) -> Response:
+    content, media_type = service.metrics.expose()
+    return Response(content, headers={"content-type": media_type})
+
+
+@router.post("/tokenize")
+async def tokenize(body: TokenizeRequest, service: ServiceOf) -> TokenizeResponse:
+    """Tokens of a text, or of a conversation as the chat template writes it."""
+    service.check_model(body.model)
+    ids = await service.in_tokenizer(_tokens, service, body)
+    return TokenizeResponse(
+        count=len(ids),
+        max_model_len=service.engine.max_model_len,
+        tokens=list(ids),
+        token_strs=_texts(service.engine.tokenizer, ids) if body.return_token_strs else None,
+    )
+
+
+@router.post("/detokenize")
+async def detokenize(body: DetokenizeRequest, service: ServiceOf) -> DetokenizeResponse:
+    service.check_model(body.model)
+    tokenizer = service.engine.tokenizer
+    if any(not 0 <= token_id < tokenizer.vocab_size for token_id in body.tokens):
+        raise InvalidRequest(f"tokens has an id outside [0, {tokenizer.vocab_size})", "tokens")
+    return DetokenizeResponse(prompt=await service.in_tokenizer(tokenizer.decode, body.tokens))
+
+
+def _tokens(service: Service, body: TokenizeRequest) -> Sequence[int]:
+    if (body.prompt is None) == (body.messages is None):
+        raise InvalidRequest("give either prompt or messages", "prompt")
+    adds_special = body.add_special_tokens
+    if body.prompt is not None:
+        return encode(service.engine, body.prompt, add_special_tokens=adds_special is not False).token_ids
+    assert body.messages is not None
+    template = service.require_chat_template()
+    text = render_prompt(template, body.messages, add_generation_prompt=body.add_generation_prompt is not False)
+    return encode(service.engine, text, add_special_tokens=bool(adds_special)).token_ids
+
+
+def _texts(tokenizer: Tokenizer, ids: Sequence[int]) -> list[str]:
+    return [tokenizer.token_text(token_id) for token_id in ids]

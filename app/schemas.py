@@ -1,0 +1,329 @@
+"""The shapes of OpenAI's requests and responses, vLLM's extensions included.
+
+Types are strict (1.5 is no seed, true is no number) and numbers finite; ranges are the engine's affair
+(`core.SamplingParams`) and are not repeated here. A field that is null means the same as one that is absent. Unknown
+fields are accepted and logged once; fields that we know and do not honour are refused (`UNSUPPORTED`), because
+ignoring them would be a wrong answer that looks right. Responses are dumped with `exclude_unset`: a field that was
+not set is not there, a field set to None is null.
+"""
+
+import logging
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import BaseModel, ConfigDict, Field, WithJsonSchema
+
+from app.errors import unsupported
+
+logger = logging.getLogger(__name__)
+
+MAX_CHOICES = 128
+MAX_PROMPTS = 1024
+
+# Values of known fields that ask for nothing we lack. Whatever else is sent there is refused.
+UNSUPPORTED: dict[str, tuple[Any, ...]] = {
+    # completions
+    "suffix": ("",),
+    "use_beam_search": (False,),
+    "length_penalty": (1, 1.0),
+    "prompt_embeds": (),
+    "prompt_logprobs": (),
+    # chat
+    "tools": (),
+    "tool_choice": ("none", "auto"),
+    "functions": (),
+    "function_call": ("none", "auto"),
+    "response_format": ({"type": "text"},),
+    "audio": (),
+    "modalities": (["text"],),
+    "prediction": (),
+    "web_search_options": (),
+    "chat_template": (),
+    "chat_template_kwargs": ({},),
+    "documents": ([],),
+    "mm_processor_kwargs": ({},),
+    # both
+    "structured_outputs": (),
+    "guided_json": (),
+    "guided_regex": (),
+    "guided_choice": (),
+    "guided_grammar": (),
+    "guided_decoding_backend": (),
+    "bad_words": ([],),
+    "allowed_token_ids": (),
+    "truncate_prompt_tokens": (),
+    "return_tokens_as_token_ids": (False,),
+    "skip_special_tokens": (True,),
+    "spaces_between_special_tokens": (True,),
+    "logits_processors": ([],),
+    "cache_salt": (),
+    "priority": (0,),
+    "kv_transfer_params": (),
+    "vllm_xargs": ({},),
+}
+# Fields of OpenAI's that ask nothing of an engine: labels, bookkeeping, hints.
+HARMLESS = {
+    "metadata",
+    "parallel_tool_calls",
+    "prompt_cache_key",
+    "prompt_cache_retention",
+    "reasoning_effort",
+    "safety_identifier",
+    "service_tier",
+    "store",
+    "user",
+    "verbosity",
+}
+_logged_fields: set[str] = set()
+_MAX_LOGGED_FIELDS = 1000  # names come from clients: their memory is bounded
+
+
+class StrictModel(BaseModel):
+    model_config = ConfigDict(strict=True, extra="allow", allow_inf_nan=False)
+
+    def refuse_unsupported(self) -> Self:
+        """Raise ApiError for a known field that we do not honour; log unknown ones once per process."""
+        for name, value in (self.model_extra or {}).items():
+            if name in UNSUPPORTED:
+                if value is not None and value not in UNSUPPORTED[name]:
+                    raise unsupported(name)
+            elif name not in HARMLESS and name not in _logged_fields and len(_logged_fields) < _MAX_LOGGED_FIELDS:
+                _logged_fields.add(name)
+                logger.warning("unknown request field ignored", extra={"field": name[:64]})
+        return self
+
+
+class StreamOptions(StrictModel):
+    include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
+    include_obfuscation: bool | None = None
+
+
+Script = Annotated[
+    Any,
+    WithJsonSchema(
+        {
+            "type": "array",
+            "description": "What to say instead of the model: pieces of one token each, strings or lists of bytes; "
+            "a nested list of pieces is emitted in one step. Needs --enable-scripts.",
+        }
+    ),
+]
+
+
+class GenerationRequest(StrictModel):
+    """What completions and chat have in common."""
+
+    model: str | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
+    max_tokens: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    logit_bias: dict[str, float] | None = None
+    seed: int | None = None
+    stop: str | list[str] | None = None
+    # vLLM's extensions
+    top_k: int | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    min_tokens: int | None = None
+    ignore_eos: bool | None = None
+    stop_token_ids: list[int] | None = None
+    include_stop_str_in_output: bool | None = None
+    return_token_ids: bool | None = None
+    request_id: str | None = None
+    # ours
+    script: Script = None
+
+
+PromptShape = Annotated[
+    Any,
+    WithJsonSchema(
+        {
+            "anyOf": [
+                {"type": "string"},
+                {"type": "array", "items": {"type": "string"}, "minItems": 1},
+                {"type": "array", "items": {"type": "integer"}, "minItems": 1},
+                {"type": "array", "items": {"type": "array", "items": {"type": "integer"}}, "minItems": 1},
+            ]
+        }
+    ),
+]
+
+
+class CompletionRequest(GenerationRequest):
+    # Told apart by hand: a union would try a list of 4,096 ids as a list of texts first, and report 4,096 errors.
+    prompt: PromptShape = None
+    best_of: int | None = None
+    echo: bool | None = None
+    logprobs: Annotated[int, Field(ge=0)] | None = None
+    add_special_tokens: bool | None = None
+
+
+class ChatMessage(StrictModel):
+    role: str
+    content: str | list[dict[str, Any]] | None = None
+
+
+class ChatRequest(GenerationRequest):
+    messages: Annotated[list[ChatMessage], Field(min_length=1)]
+    max_completion_tokens: int | None = None
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, Field(ge=0)] | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    add_special_tokens: bool | None = None
+
+
+class TokenizeRequest(StrictModel):
+    model: str | None = None
+    prompt: str | None = None
+    messages: Annotated[list[ChatMessage], Field(min_length=1)] | None = None
+    add_special_tokens: bool | None = None
+    add_generation_prompt: bool | None = None
+    return_token_strs: bool | None = None
+
+
+class DetokenizeRequest(StrictModel):
+    model: str | None = None
+    tokens: list[int]
+
+
+class PromptTokensDetails(BaseModel):
+    cached_tokens: int
+
+
+class Usage(BaseModel):
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: PromptTokensDetails
+
+
+FinishReason = Literal["stop", "length"]
+
+
+class CompletionLogprobs(BaseModel):
+    """Four lists of one length. The first token of an echoed prompt has no law: null."""
+
+    tokens: list[str]
+    token_logprobs: list[float | None]
+    top_logprobs: list[dict[str, float] | None]
+    text_offset: list[int]
+
+
+class CompletionChoice(BaseModel):
+    index: int
+    text: str
+    logprobs: CompletionLogprobs | None
+    finish_reason: FinishReason | None
+    stop_reason: str | int | None
+    prompt_token_ids: list[int] | None = None
+    token_ids: list[int] | None = None
+
+
+class CompletionResponse(BaseModel):
+    """A whole completion, or one chunk of a stream: the two have the same shape and the same `object`."""
+
+    id: str
+    object: Literal["text_completion"]
+    created: int
+    model: str
+    system_fingerprint: str | None
+    choices: list[CompletionChoice]
+    usage: Usage | None = None
+
+
+class TopLogprob(BaseModel):
+    token: str
+    logprob: float
+    bytes: list[int]
+
+
+class TokenLogprob(TopLogprob):
+    top_logprobs: list[TopLogprob]
+
+
+class ChatLogprobs(BaseModel):
+    content: list[TokenLogprob]
+    refusal: None = None
+
+
+class AssistantMessage(BaseModel):
+    role: Literal["assistant"]
+    content: str
+    refusal: None
+
+
+class Delta(BaseModel):
+    role: Literal["assistant"] | None = None
+    content: str | None = None
+
+
+class ChatChoice(BaseModel):
+    index: int
+    message: AssistantMessage
+    logprobs: ChatLogprobs | None
+    finish_reason: FinishReason
+    stop_reason: str | int | None
+    token_ids: list[int] | None = None
+
+
+class ChatResponse(BaseModel):
+    id: str
+    object: Literal["chat.completion"]
+    created: int
+    model: str
+    system_fingerprint: str | None
+    choices: list[ChatChoice]
+    usage: Usage
+    prompt_token_ids: list[int] | None = None
+
+
+class ChatChunkChoice(BaseModel):
+    index: int
+    delta: Delta
+    logprobs: ChatLogprobs | None
+    finish_reason: FinishReason | None
+    stop_reason: str | int | None = None
+    token_ids: list[int] | None = None
+
+
+class ChatChunk(BaseModel):
+    id: str
+    object: Literal["chat.completion.chunk"]
+    created: int
+    model: str
+    system_fingerprint: str | None
+    choices: list[ChatChunkChoice]
+    usage: Usage | None = None
+    prompt_token_ids: list[int] | None = None
+
+
+class ModelCard(BaseModel):
+    id: str
+    object: Literal["model"] = "model"
+    created: int
+    owned_by: str = "octavo"
+    root: str
+    parent: str | None = None
+    max_model_len: int
+
+
+class ModelList(BaseModel):
+    object: Literal["list"] = "list"
+    data: list[ModelCard]
+
+
+class TokenizeResponse(BaseModel):
+    count: int
+    max_model_len: int
+    tokens: list[int]
+    token_strs: list[str] | None = None
+
+
+class DetokenizeResponse(BaseModel):
+    prompt: str

@@ -1,0 +1,81 @@
+"""uvicorn, taught how to leave: SIGTERM drains and the exit code says how it ended.
+
+The order of effects on a signal: new requests get 503, the listening sockets close, open streams get
+`shutdown_timeout` to end and then an error event, connections close, exit code 0. When the engine dies the same
+happens without the wait, and the exit code is not zero, so that whoever supervises the process starts a new one.
+"""
+
+import asyncio
+import logging
+import socket
+from types import FrameType
+
+import uvicorn
+from fastapi import FastAPI
+
+from app.service import Service
+from app.settings import Settings
+
+logger = logging.getLogger(__name__)
+
+EXIT_ENGINE_DEAD = 1
+_LAST_WORDS_S = 5.0  # to write error events to slow sockets
+
+
+class Server(uvicorn.Server):
+    """One server from `serve` to its end."""
+
+    def __init__(self, app: FastAPI, settings: Settings) -> None:
+        super().__init__(
+            uvicorn.Config(
+                app,
+                host=settings.host,
+                port=settings.port,
+                log_config=None,
+                log_level=settings.uvicorn_log_level,
+                access_log=False,  # the line "request finished" says more
+                lifespan="on",
+                server_header=False,
+                timeout_graceful_shutdown=int(settings.shutdown_timeout + _LAST_WORDS_S),
+            )
+        )
+        self.exit_code = 0
+        self._app = app
+        self._shutdown_timeout_s = settings.shutdown_timeout
+
+    @property
+    def port(self) -> int:
+        """The port it listens on, once started."""
+        return int(self.servers[0].sockets[0].getsockname()[1])
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        self._service.loop.on_death = self._on_death
+        logger.info("listening on http://%s:%d", self.config.host, self.port)
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        # Not recorded as uvicorn does: it would raise the signal again at the end, and a clean exit would look killed.
+        self.force_exit = self.should_exit
+        self.should_exit = True
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        draining = asyncio.create_task(self._service.loop.drain(self._shutdown_timeout_s))
+        await super().shutdown(sockets)
+        draining.cancel()
+
+    @property
+    def _service(self) -> Service:
+        service = self._app.state.service
+        assert isinstance(service, Service)
+        return service
+
+    def _on_death(self) -> None:
+        self.exit_code = EXIT_ENGINE_DEAD
+        self.should_exit = True
+
+
+def run(app: FastAPI, settings: Settings) -> int:
+    """Serve until a signal or the engine's death; the exit code."""
+    server = Server(app, settings)
+    server.run()
+    return server.exit_code

@@ -1,0 +1,110 @@
+"""What the routes share: the engine behind its loop, the tokenizing thread, and the names the model answers to."""
+
+import asyncio
+import importlib.metadata
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache, cached_property, partial
+from typing import TYPE_CHECKING, Annotated, ParamSpec, TypeVar
+
+from fastapi import Depends, Request
+
+from app.engine_loop import EngineLoop
+from app.errors import model_not_found
+from app.generation import Ask, Job, Run, build
+from app.logs import log_stats
+from app.metrics import Metrics
+from app.settings import Settings
+from core import Engine, InvalidRequest
+
+if TYPE_CHECKING:
+    from app.chat import ChatTemplate
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+@cache
+def package_version() -> str:
+    return importlib.metadata.version("octavo")
+
+
+class Service:
+    """One engine and what stands around it, from `start` to `stop`."""
+
+    def __init__(self, settings: Settings, engine: Engine) -> None:
+        self.settings = settings
+        self.engine = engine
+        self.loop = EngineLoop(engine, max_queue=settings.max_queue)
+        self.metrics = Metrics(self.loop, settings.model_names[0])
+        self.created = int(time.time())
+        self.version = package_version()
+        self.fingerprint = f"octavo-{self.version}"
+        self._stats_task: asyncio.Task[None] | None = None
+        # Its own thread, for a long text may take longer than many steps.
+        self._tokenizing = ThreadPoolExecutor(1, thread_name_prefix="tokenizer")
+
+    @property
+    def model_name(self) -> str:
+        """The name in responses and metrics; the others are aliases."""
+        return self.settings.model_names[0]
+
+    @cached_property
+    def chat_template(self) -> "ChatTemplate | None":
+        """The flag's or the model's; None when neither has one. Made on first use, since jinja2 is slow to import."""
+        from app.chat import ChatTemplate
+
+        source = self.settings.chat_template_source or self.engine.tokenizer.chat_template
+        return None if source is None else ChatTemplate(source, self.engine.tokenizer.special_token_texts)
+
+    def start(self) -> None:
+        self.loop.start()
+        self._stats_task = asyncio.create_task(log_stats(self.loop), name="stats line")
+
+    async def stop(self) -> None:
+        if self._stats_task is not None:
+            self._stats_task.cancel()
+        await self.loop.stop()
+        self._tokenizing.shutdown(wait=False, cancel_futures=True)
+
+    def check_model(self, name: str | None) -> str:
+        """The name to answer with. A request may leave it out; an unknown one is 404."""
+        if not name:
+            return self.model_name
+        if name not in self.settings.model_names:
+            raise model_not_found(name)
+        return name
+
+    async def in_tokenizer(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        """Run what may take long for a long text in the tokenizing thread."""
+        call = partial(function, *args, **kwargs)
+        return await asyncio.get_running_loop().run_in_executor(self._tokenizing, call)
+
+    async def prepare(self, ask: Ask) -> Job:
+        """Tokenize and check. Refused at once when nothing is taken any more: no work for what cannot run."""
+        self.loop.refuse_if_closed()
+        return await self.in_tokenizer(build, self.engine, ask)
+
+    def run(self, job: Job) -> Run:
+        return Run(self.loop, job)
+
+    def require_chat_template(self) -> "ChatTemplate":
+        if self.chat_template is None:
+            raise InvalidRequest("this model has no chat template; give one with --chat-template", "messages")
+        return self.chat_template
+
+
+def _service_of(request: Request) -> Service:
+    service = request.app.state.service
+    assert isinstance(service, Service)
+    return service
+
+
+ServiceOf = Annotated[Service, Depends(_service_of)]
+
+
+def trace_id(request: Request, body_id: str | None) -> str | None:
+    """The caller's own id of this request, if it gave one that may stand in a header."""
+    given = request.headers.get("x-request-id") or body_id
+    return given if given and len(given) <= 256 and given.isascii() and given.isprintable() else None

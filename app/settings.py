@@ -1,0 +1,155 @@
+"""Flags and environment, parsed once: the only place that reads the environment.
+
+Every field is a flag of `octavo serve` (`--max-num-seqs`) and a variable (`OCTAVO_MAX_NUM_SEQS`); a flag beats its
+variable. The names are vLLM's where they mean the same, and there are no fields that are not honoured.
+"""
+
+import json
+import os
+import re
+from collections.abc import Mapping
+from functools import cached_property
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import BeforeValidator, Field, ValidationError
+from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
+
+from core import EMBEDDED_MODEL, EngineConfig, InvalidRequest, SpeculativeConfig
+
+ENV_PREFIX = "OCTAVO_"
+_SUFFIXES = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "K": 2**10, "M": 2**20, "G": 2**30}
+
+
+class SettingsError(ValueError):
+    """A flag or a variable that cannot be; the message is one line that names it."""
+
+
+def _split(value: Any) -> Any:
+    """A variable holds a list with commas between."""
+    return tuple(part.strip() for part in value.split(",") if part.strip()) if isinstance(value, str) else value
+
+
+def _human_int(value: Any) -> Any:
+    """vLLM's short forms: 2k is 2,000 and 2K is 2,048; 1.5G is 1.5 times 2**30."""
+    if isinstance(value, str) and (match := re.fullmatch(r"(\d+(?:\.\d+)?)([kmgKMG]?)", value.strip())):
+        number = float(match[1]) * _SUFFIXES[match[2]]
+        return int(number) if number.is_integer() else value
+    return value
+
+
+def _cache_dir() -> Path:
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "octavo"
+
+
+Names = Annotated[tuple[str, ...], NoDecode, BeforeValidator(_split)]
+HumanInt = Annotated[int, BeforeValidator(_human_int)]
+LogLevel = Literal["debug", "info", "warning", "error"]
+
+
+class Settings(BaseSettings):
+    """All settings of a server. Field descriptions are the flags' help."""
+
+    model_config = SettingsConfigDict(env_prefix=ENV_PREFIX, frozen=True, extra="forbid", env_ignore_empty=True)
+
+    model: str = Field(
+        default=EMBEDDED_MODEL, description="octavo-tiny, a pulled model, a file, a directory, ORG/NAME."
+    )
+    served_model_name: Names = Field(default=(), description="Name of the model in the API; repeat it for aliases.")
+    host: str = Field(default="0.0.0.0", description="Address to listen on.")
+    port: int = Field(default=8000, ge=0, le=65535, description="Port to listen on; 0 for any free one.")
+    api_key: Names = Field(default=(), description="Key that clients must send; repeat it for several.")
+    protect_metrics: bool = Field(default=False, description="Ask for the key on /metrics too.")
+    allowed_origins: Names = Field(default=("*",), description="Origin of browsers that may call; repeat it.")
+    max_num_seqs: HumanInt = Field(default=64, ge=1, description="Most requests running at once.")
+    max_num_batched_tokens: HumanInt = Field(default=512, ge=1, description="Most tokens computed in one step.")
+    max_queue: HumanInt = Field(default=1024, ge=0, description="Most requests waiting for a place; beyond it 503.")
+    block_size: HumanInt = Field(default=16, ge=1, description="Tokens in a KV block.")
+    num_kv_blocks: HumanInt | None = Field(default=None, ge=1, description="KV blocks; default: by memory.")
+    kv_cache_memory_bytes: HumanInt | None = Field(default=None, ge=1, description="Memory of the KV cache: 512M.")
+    max_model_len: HumanInt | None = Field(
+        default=None, ge=1, description="Most tokens of a request; default: the model's."
+    )
+    max_logprobs: HumanInt = Field(default=20, ge=0, description="Most alternatives a request may ask for.")
+    seed: int = Field(default=0, description="Where the randomness of requests without a seed comes from.")
+    speculative_config: str | None = Field(
+        default=None, description='JSON, {"num_speculative_tokens": 3} for example, or null for none.'
+    )
+    enable_scripts: bool = Field(default=False, description="Take requests that carry a script. For tests.")
+    chat_template: str | None = Field(default=None, description="File of a chat template, or the template itself.")
+    num_threads: int | None = Field(default=None, ge=1, description="Threads of the numerics; default: usable cores.")
+    max_body_bytes: HumanInt = Field(default=16 * 2**20, ge=1, description="Longest request body; beyond it 413.")
+    shutdown_timeout: float = Field(default=30.0, ge=0, description="Seconds for open streams to end after SIGTERM.")
+    log_level: LogLevel = Field(default="info", description="Of the server's own log.")
+    uvicorn_log_level: LogLevel = Field(default="warning", description="Of the HTTP server's log.")
+    cache_dir: Path = Field(default_factory=_cache_dir, description="Where pulled models lie.")
+
+    @property
+    def model_names(self) -> tuple[str, ...]:
+        """Names that requests may use; the first is the one in responses."""
+        return self.served_model_name or (self.model,)
+
+    @cached_property
+    def chat_template_source(self) -> str | None:
+        """The template given by flag. Raises SettingsError when it is neither a file nor a template."""
+        if self.chat_template is None or "{" in self.chat_template:
+            return self.chat_template
+        try:
+            return Path(self.chat_template).read_text(encoding="utf-8")
+        except (OSError, ValueError) as error:
+            raise SettingsError(f"--chat-template: {error}") from error
+
+    def engine_config(self, model: str | None = None) -> EngineConfig:
+        """What the engine is told; `model` is the path that the name stands for. Raises SettingsError."""
+        return EngineConfig(
+            model=model or self.model,
+            block_size=self.block_size,
+            num_kv_blocks=self.num_kv_blocks,
+            kv_cache_memory_bytes=self.kv_cache_memory_bytes,
+            max_model_len=self.max_model_len,
+            max_num_seqs=self.max_num_seqs,
+            max_num_batched_tokens=self.max_num_batched_tokens,
+            max_logprobs=self.max_logprobs,
+            seed=self.seed,
+            speculative=self._speculative(),
+            enable_scripts=self.enable_scripts,
+            num_threads=self.num_threads,
+            cache_dir=self.cache_dir,
+        )
+
+    def _speculative(self) -> SpeculativeConfig | None:
+        """Not said: on for the embedded model, which brings its draft, off for others."""
+        if self.speculative_config is None:
+            return SpeculativeConfig() if self.model == EMBEDDED_MODEL else None
+        try:
+            value = json.loads(self.speculative_config)
+            return None if value is None else SpeculativeConfig(**value)
+        except (TypeError, ValueError) as error:  # InvalidRequest is a ValueError
+            raise SettingsError(f"--speculative-config {self.speculative_config}: {error}") from error
+
+
+def flag_of(name: str) -> str:
+    return "--" + name.replace("_", "-")
+
+
+def load_settings(flags: Mapping[str, Any]) -> Settings:
+    """Settings from flags (those that are not None) and environment.
+
+    Raises:
+        SettingsError: one of them cannot be; the message is one line.
+    """
+    try:
+        settings = Settings(**{name: value for name, value in flags.items() if value is not None})
+        settings.engine_config()
+        settings.chat_template_source  # noqa: B018 (read now, so that a wrong path is an error of the command line)
+    except ValidationError as error:
+        raise SettingsError("; ".join(_describe(problem, flags) for problem in error.errors())) from error
+    except InvalidRequest as error:
+        raise SettingsError(str(error)) from error
+    return settings
+
+
+def _describe(problem: Mapping[str, Any], flags: Mapping[str, Any]) -> str:
+    name = str(problem["loc"][0])
+    source = flag_of(name) if flags.get(name) is not None else ENV_PREFIX + name.upper()
+    return f"{source} {problem['input']!r}: {problem['msg']}"

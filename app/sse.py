@@ -1,0 +1,95 @@
+"""Server-sent events as OpenAI's clients read them, and the watch for clients that leave.
+
+An event is one `data:` line. The status and the first event leave together, when the first event is there: until
+then a failure still has a real status code. Later failures are an event with an error object. Every stream ends with
+`data: [DONE]`: an end without it looks like success to official clients, and truncation would be silent. There are no
+`id:` and no `event:` lines: next to a comment, an `id:` makes the official Python client fail.
+"""
+
+import asyncio
+import json
+import logging
+from collections.abc import AsyncGenerator, Coroutine, Mapping
+from contextlib import aclosing, suppress
+from typing import Any, TypeVar
+
+from pydantic import BaseModel
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from app.errors import ClientGone, as_api_error
+
+logger = logging.getLogger(__name__)
+
+DONE = b"data: [DONE]\n\n"
+KEEP_ALIVE = b": keep-alive\n\n"
+T = TypeVar("T")
+HEADERS = {"cache-control": "no-cache", "x-accel-buffering": "no"}
+
+
+def event(chunk: BaseModel) -> bytes:
+    """One chunk as one event, the fields that were set."""
+    return b"data: " + chunk.__pydantic_serializer__.to_json(chunk, exclude_unset=True) + b"\n\n"
+
+
+def error_event(error: Exception) -> bytes:
+    return b"data: " + json.dumps(as_api_error(error).body).encode() + b"\n\n"
+
+
+class EventStream(Response):
+    """Sends what a generator of bytes yields, ready-made events or comments; [DONE] is added at the end."""
+
+    def __init__(self, events: AsyncGenerator[bytes, None], headers: Mapping[str, str]) -> None:
+        super().__init__(headers={**HEADERS, **headers}, media_type="text/event-stream")
+        del self.headers["content-length"]  # of the empty body that Response assumed
+        self._events = events
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        with suppress(ClientGone):
+            await while_connected(receive, self._send_all(send))
+
+    async def _send_all(self, send: Send) -> None:
+        is_started = False
+        async with aclosing(self._events) as events:
+            try:
+                async for data in events:
+                    if not is_started:
+                        await self._start(send)
+                        is_started = True
+                    await send({"type": "http.response.body", "body": data, "more_body": True})
+                end = DONE
+            except Exception as error:
+                if not is_started:
+                    raise
+                logger.warning("stream ends with an error", exc_info=error)
+                end = error_event(error) + DONE
+        await send({"type": "http.response.body", "body": end, "more_body": False})
+
+    async def _start(self, send: Send) -> None:
+        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+
+
+async def while_connected(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
+    """The result of `work`, which is cancelled if the client leaves first.
+
+    The request's body must have been read. `work` has cleaned up when this returns.
+
+    Raises:
+        ClientGone: the client left first.
+    """
+    task = asyncio.ensure_future(work)
+    watch = asyncio.ensure_future(_until_disconnected(receive))
+    try:
+        await asyncio.wait((task, watch), return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            raise ClientGone
+        return task.result()
+    finally:
+        task.cancel()
+        watch.cancel()
+        await asyncio.gather(task, watch, return_exceptions=True)
+
+
+async def _until_disconnected(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
