@@ -20,9 +20,11 @@ class Purpose(enum.IntEnum):
 
 def generator(seed: int, choice: int, position: int, purpose: Purpose, index: int = 0) -> np.random.Generator:
     """A fresh generator for one decision. `seed` is any int64, taken modulo 2**64."""
+    # As uint64 at once: a list that mixes large and small numbers becomes float64, where 2**64 - 1 turns into 0.
+    key = np.array([seed % 2**64, choice], np.uint64)
     # Position in the second counter word: in the first, the streams of neighbouring positions overlap.
-    bits = np.random.Philox(key=[seed % 2**64, choice], counter=[0, position, int(purpose), index])
-    return np.random.Generator(bits)
+    counter = np.array([0, position, purpose, index], np.uint64)
+    return np.random.Generator(np.random.Philox(key=key, counter=counter))
 
 
 def gumbel_noise(
