@@ -42,7 +42,8 @@ def kv_cache_blocks_fragmentation(seq_lens: Sequence[int], block_size: int) -> F
         ValueError: a length below 0 or block_size below 1.
     """
     num_tokens = sum(seq_lens)
-    paged_slots = sum(blocks_needed(length, block_size) for length in seq_lens) * blocks_needed(block_size, 1)
+    blocks_needed(0, block_size)  # refuses a block without slots, also when there are no lengths
+    paged_slots = sum(blocks_needed(length, block_size) for length in seq_lens) * block_size
     naive_slots = max(seq_lens, default=0) * len(seq_lens)
     return Fragmentation(paged_slots - num_tokens, naive_slots - num_tokens)
 
@@ -131,6 +132,9 @@ class BlockManager:
         if num_new + must_copy > self.pool.num_free_blocks:
             return None
         taken = [self._copy_last_block(table)] if must_copy else []
+        if num_tokens > 0 and not must_copy and self._has_partial_block(request_id):
+            # After a truncate, or a hit on more than it needed, it writes over contents that were published.
+            self.pool.forget(table[-1])
         fresh = [self.pool.take() for _ in range(num_new)]
         table.extend(fresh)
         self._num_tokens[request_id] = total
@@ -148,8 +152,10 @@ class BlockManager:
         return spare + num_free * self.block_size
 
     def _writes_shared_block(self, request_id: Hashable) -> bool:
-        is_partial = self._num_tokens[request_id] % self.block_size != 0
-        return is_partial and self.pool.ref_count(self._tables[request_id][-1]) > 1
+        return self._has_partial_block(request_id) and self.pool.ref_count(self._tables[request_id][-1]) > 1
+
+    def _has_partial_block(self, request_id: Hashable) -> bool:
+        return self._num_tokens[request_id] % self.block_size != 0
 
     def _copy_last_block(self, table: list[int]) -> int:
         source, copy = table[-1], self.pool.take()

@@ -49,7 +49,7 @@ class BlockPool:
     def take(self) -> int:
         """The next free block, with one reference; what it held is forgotten. The caller knows that one is free."""
         block, _ = self._free.popitem(last=False)
-        self._forget(block)
+        self.forget(block)
         self._ref_counts[block] = 1
         return block
 
@@ -86,7 +86,8 @@ class BlockPool:
             self._block_of_hash[block_hash] = block
             self._hash_of_block[block] = block_hash
 
-    def _forget(self, block: int) -> None:
+    def forget(self, block: int) -> None:
+        """Its contents are about to change: no hash finds it any more."""
         block_hash = self._hash_of_block.pop(block, None)
         if block_hash is not None:
             del self._block_of_hash[block_hash]
