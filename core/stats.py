@@ -165,6 +165,8 @@ class StatsGatherer:
     def _on_first_token(self, request: Request, times: _Times, now_s: float) -> None:
         times.first_token = now_s
         self._histograms["time_to_first_token_seconds"].observe(now_s - request.arrival_s)
+        if request.choice != 0:
+            return  # a prompt counts once, however many samples are drawn of it
         self._num_prompt_tokens += request.num_prompt_tokens
         self._sources["local_cache_hit"] += request.num_cached_tokens
         self._sources["local_compute"] += request.num_prompt_tokens - request.num_cached_tokens
