@@ -4,6 +4,7 @@ Every failure becomes `{"error": {message, type, param, code}}`. Official client
 show `message`; `code` is a string or null, never the status. There is no 422: a body that does not validate is 400.
 """
 
+import json
 import logging
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -11,7 +12,7 @@ from typing import Any
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
-from starlette.responses import JSONResponse, Response
+from starlette.responses import Response
 
 from core import ContextLengthExceeded, EngineDead, InvalidRequest
 
@@ -48,7 +49,8 @@ class ApiError(Exception):
         return {"error": {"message": self.message, "type": self.kind, "param": self.param, "code": self.code}}
 
     def response(self) -> Response:
-        return JSONResponse(self.body, self.status, self.headers)
+        # In ASCII: a message may quote half of a surrogate pair, which JSON can carry and UTF-8 cannot.
+        return Response(json.dumps(self.body), self.status, self.headers, media_type="application/json")
 
 
 class ClientGone(Exception):

@@ -152,4 +152,4 @@ def load_settings(flags: Mapping[str, Any]) -> Settings:
 def _describe(problem: Mapping[str, Any], flags: Mapping[str, Any]) -> str:
     name = str(problem["loc"][0])
     source = flag_of(name) if flags.get(name) is not None else ENV_PREFIX + name.upper()
-    return f"{source} {problem['input']!r}: {problem['msg']}"
+    return f"{source} {problem['input']}: {problem['msg']}"

@@ -6,6 +6,7 @@ blocks, stops and streams are the real ones.
 
 import asyncio
 import socket
+import threading
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
@@ -20,7 +21,7 @@ from app.service import Service
 from app.settings import Settings
 from core import ByteTokenizer, Engine
 from core.model.config import ModelConfig
-from core.step import Execute, count_only
+from core.step import Execute, ModelRunnerOutput, SchedulerOutput, count_only
 
 CHAT_TEMPLATE = (
     "{% for message in messages %}{% if message['role'] == 'robot' %}{{ raise_exception('no robots') }}{% endif %}"
@@ -48,6 +49,42 @@ def make_engine(execute: Execute = count_only, **fields: Any) -> Engine:
     """The real engine on a byte tokenizer, 64 blocks of 4, unless told otherwise; scripts are taken."""
     config = make_settings(**{"num_kv_blocks": 64, "block_size": 4, "enable_scripts": True, **fields}).engine_config()
     return Engine(replace(config, speculative=None), MODEL, ByteTokenizer(CHAT_TEMPLATE), execute)
+
+
+class Gate:
+    """An `execute` that computes nothing and waits before each step until it is let through.
+
+    `open` lets everything through, also when the test has failed: leave it with `with`.
+    """
+
+    def __init__(self) -> None:
+        self.num_arrived = 0
+        self._permits = threading.Semaphore(0)
+        self._is_open = False
+
+    def __call__(self, plan: SchedulerOutput) -> ModelRunnerOutput:
+        self.num_arrived += 1
+        if not self._is_open:
+            self._permits.acquire()
+        return count_only(plan)
+
+    def let_through(self, num_steps: int) -> None:
+        self._permits.release(num_steps)
+
+    def open(self) -> None:
+        self._is_open = True
+        self._permits.release()
+
+    async def until_arrived(self, num_steps: int) -> None:
+        """Until so many steps in all have come to the gate."""
+        while self.num_arrived < num_steps:
+            await asyncio.sleep(0)
+
+    def __enter__(self) -> "Gate":
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.open()
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,228 @@
+"""POST /v1/completions, whole and streamed."""
+
+import json
+from typing import Any
+
+import pytest
+from httpx import Response
+
+from tests.app.servers import RunningServer, in_process
+
+SCRIPT = ["Hel", "lo", [" wor", "ld"], "!"]
+
+
+def chunks(response: Response) -> list[dict[str, Any]]:
+    """The events of a stream that ended well."""
+    assert 200 == response.status_code, response.text
+    *events, done, end = response.text.split("\n\n")
+    assert ("data: [DONE]", "") == (done, end)
+    return [json.loads(event.removeprefix("data: ")) for event in events]
+
+
+def text_of(events: list[dict[str, Any]], index: int = 0) -> str:
+    return "".join(c["text"] for event in events for c in event["choices"] if c["index"] == index)
+
+
+async def test_a_completion_has_openais_shape():
+    async with in_process(served_model_name=("tiny", "alias")) as server:
+        body = (await server.complete(model="alias", prompt="Say", script=SCRIPT)).json()
+
+    assert body["id"].startswith("cmpl-")
+    assert ("text_completion", "alias") == (body["object"], body["model"])
+    assert [
+        {"index": 0, "text": "Hello world!", "logprobs": None, "finish_reason": "stop", "stop_reason": None}
+    ] == body["choices"]
+    assert {
+        "prompt_tokens": 3,
+        "completion_tokens": 6,
+        "total_tokens": 9,
+        "prompt_tokens_details": {"cached_tokens": 0},
+    } == body["usage"]
+
+
+async def test_a_stream_says_the_same_in_pieces():
+    async with in_process() as server:
+        events = chunks(await server.complete(prompt="Say", script=SCRIPT, stream=True))
+
+    assert "Hello world!" == text_of(events)
+    assert [None] * (len(events) - 1) + ["stop"] == [event["choices"][0]["finish_reason"] for event in events]
+    assert 1 == len({(event["id"], event["created"], event["model"], event["object"]) for event in events})
+    assert not any("usage" in event for event in events)
+    assert " world" in [event["choices"][0]["text"] for event in events]  # both tokens of one step
+
+
+async def test_tokens_default_to_sixteen():
+    async with in_process() as server:
+        body = (await server.complete(prompt="p")).json()
+
+    assert (16, "length") == (body["usage"]["completion_tokens"], body["choices"][0]["finish_reason"])
+
+
+async def test_the_last_chunk_of_a_stream_cut_by_length_carries_text():
+    async with in_process() as server:
+        events = chunks(await server.complete(prompt="p", script=["a", "b", "c"], max_tokens=2, stream=True))
+
+    assert ("b", "length") == (events[-1]["choices"][0]["text"], events[-1]["choices"][0]["finish_reason"])
+
+
+async def test_choices_are_numbered_by_prompt_and_sample_and_each_prompt_is_counted_once():
+    async with in_process() as server:
+        body = (await server.complete(prompt=["a", "bcd"], n=2, echo=True, script=["x"], max_tokens=5)).json()
+
+    assert ["ax", "ax", "bcdx", "bcdx"] == [choice["text"] for choice in body["choices"]]
+    assert [0, 1, 2, 3] == [choice["index"] for choice in body["choices"]]
+    assert (4, 8) == (body["usage"]["prompt_tokens"], body["usage"]["completion_tokens"])
+
+
+@pytest.mark.parametrize("prompt", ["hé", [104, 195, 169]])
+async def test_echo_puts_the_prompt_first_whole_and_streamed(prompt: Any):
+    async with in_process() as server:
+        asked = {"prompt": prompt, "echo": True, "script": ["x", "y"]}
+        whole = (await server.complete(**asked)).json()
+        events = chunks(await server.complete(**asked, stream=True))
+
+    assert "héxy" == whole["choices"][0]["text"] == text_of(events)
+    assert "hé" == events[0]["choices"][0]["text"]
+
+
+@pytest.mark.parametrize("prompts", [["The sky", "i"], [list(b"The sky"), [105]]])
+async def test_echo_without_new_tokens_gives_the_prompts_back(prompts: Any):
+    async with in_process() as server:
+        body = (await server.complete(prompt=prompts, echo=True, max_tokens=0)).json()
+
+    assert [("The sky", "length"), ("i", "length")] == [(c["text"], c["finish_reason"]) for c in body["choices"]]
+    assert (8, 0, 8) == tuple(body["usage"][k] for k in ("prompt_tokens", "completion_tokens", "total_tokens"))
+
+
+async def test_usage_comes_last_when_asked_for_and_is_null_before():
+    async with in_process() as server:
+        asked = {"prompt": "p", "script": SCRIPT, "n": 2}
+        whole = (await server.complete(**asked)).json()
+        options = {"include_usage": True}
+        *events, last = chunks(await server.complete(**asked, stream=True, stream_options=options))
+
+    assert [None] * len(events) == [event["usage"] for event in events]
+    assert ([], whole["usage"]) == (last["choices"], last["usage"])
+
+
+async def test_continuous_usage_counts_up():
+    async with in_process() as server:
+        options = {"include_usage": True, "continuous_usage_stats": True}
+        events = chunks(await server.complete(prompt="p", script=SCRIPT, stream=True, stream_options=options))
+
+    assert [1, 2, 4, 5, 6, 6] == [event["usage"]["completion_tokens"] for event in events]
+
+
+async def test_logprobs_lists_are_aligned_with_the_text():
+    async with in_process() as server:
+        asked = {"prompt": "p", "script": ["a", [226, 130], [172], "b", "STOP", "c"], "stop": "STOP", "logprobs": 2}
+        whole = (await server.complete(**asked)).json()["choices"][0]
+        events = chunks(await server.complete(**asked, stream=True))
+
+    lists = whole["logprobs"]
+    assert "a€b" == whole["text"]
+    assert "a€b" == "".join(lists["tokens"]) == text_of(events)
+    assert [len("".join(lists["tokens"][:i])) for i in range(len(lists["tokens"]))] == lists["text_offset"]
+    assert [{token: 0.0} for token in lists["tokens"]] == lists["top_logprobs"]
+    for name, values in lists.items():
+        assert values == [v for event in events for v in event["choices"][0]["logprobs"][name]]
+
+
+async def test_token_ids_are_returned_when_asked_for():
+    async with in_process() as server:
+        asked = {"prompt": "p", "script": ["a", ["b", "c"]], "return_token_ids": True}
+        whole = (await server.complete(**asked)).json()["choices"][0]
+        events = chunks(await server.complete(**asked, stream=True))
+
+    assert ([112], [97, 98, 99, 256]) == (whole["prompt_token_ids"], whole["token_ids"])
+    assert [[97], [98, 99], [256]] == [event["choices"][0]["token_ids"] for event in events]
+    assert [[112]] == [c["prompt_token_ids"] for event in events for c in event["choices"] if "prompt_token_ids" in c]
+
+
+async def test_the_string_that_stopped_it_is_told():
+    async with in_process() as server:
+        stopped = (await server.complete(prompt="p", script=["a", "b.", "c"], stop=["x", "."])).json()["choices"][0]
+        by_token = (await server.complete(prompt="p", script=["a", "b"], stop_token_ids=[98])).json()["choices"][0]
+
+    assert ("ab", "stop", ".") == (stopped["text"], stopped["finish_reason"], stopped["stop_reason"])
+    assert ("stop", 98) == (by_token["finish_reason"], by_token["stop_reason"])
+
+
+async def test_the_callers_id_comes_back_and_is_never_the_engines():
+    async with in_process() as server:
+        answers = [
+            await server.client.post("/v1/completions", json={"prompt": "p"}, headers={"X-Request-Id": "mine"})
+            for _ in range(2)
+        ]
+        by_body = await server.complete(prompt="p", request_id="body's")
+        unsafe = await server.complete(prompt="p", request_id="a\r\nset-cookie: b")
+
+    assert ["mine", "mine"] == [answer.headers["x-request-id"] for answer in answers]
+    assert 2 == len({answer.json()["id"] for answer in answers})
+    assert "body's" == by_body.headers["x-request-id"]
+    assert unsafe.json()["id"] == unsafe.headers["x-request-id"]
+
+
+async def refused(server: RunningServer, **body: Any) -> tuple[int, str | None]:
+    response = await server.complete(**body)
+    return response.status_code, response.json()["error"]["param"]
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ({}, "prompt"),
+        ({"suffix": "x"}, "suffix"),
+        ({"best_of": 2}, "best_of"),
+        ({"echo": True, "logprobs": 1}, "echo"),
+        ({"max_tokens": 0}, "max_tokens"),
+        ({"max_tokens": 0, "echo": True, "stream": True}, "max_tokens"),
+        ({"logprobs": 21}, "logprobs"),
+        ({"logprobs": -1}, "logprobs"),
+        ({"logprobs": True}, "logprobs"),
+        ({"n": 0}, "n"),
+        ({"n": 129}, "n"),
+        ({"n": True}, "n"),
+        ({"stop": ""}, "stop"),
+        ({"stop": [1]}, "stop"),
+        ({"stop": ["a"] * 5}, "stop"),
+        ({"min_tokens": 9, "max_tokens": 3}, "min_tokens"),
+        ({"stop_token_ids": [257]}, "stop_token_ids"),
+        ({"logit_bias": {"257": 1}}, "logit_bias"),
+        ({"logit_bias": {"3": 101}}, "logit_bias"),
+        ({"stream": "yes"}, "stream"),
+        ({"stream_options": {"include_usage": True}}, "stream_options"),
+        ({"structured_outputs": {"regex": "a"}}, "structured_outputs"),
+    ],
+)
+async def test_what_cannot_be_done_is_refused_by_name(body: dict[str, Any], param: str):
+    async with in_process() as server:
+        prompt = {"prompt": "p"} if param != "prompt" else {}
+        assert (400, param) == await refused(server, **prompt, **body)
+
+
+async def test_harmless_and_null_fields_are_taken():
+    async with in_process() as server:
+        nulls = dict.fromkeys(("suffix", "logprobs", "stop", "seed", "n", "tools", "stream_options", "logit_bias"))
+        response = await server.complete(prompt="p", user="u", best_of=1, cache_salt=None, never_heard_of=1, **nulls)
+
+    assert 200 == response.status_code
+
+
+async def test_an_unknown_model_is_not_found():
+    async with in_process() as server:
+        response = await server.complete(model="gpt-9", prompt="p")
+
+    error = response.json()["error"]
+    assert (404, "model_not_found", "model") == (response.status_code, error["code"], error["param"])
+
+
+async def test_a_stream_that_cannot_start_has_a_real_status():
+    async with in_process(max_num_seqs=1, max_queue=0) as server:
+        too_long = await server.complete(prompt="p", max_tokens=10_000, stream=True)
+        server.service.loop.is_draining = True
+        closing = await server.complete(prompt="p", stream=True)
+
+    assert (400, "context_length_exceeded") == (too_long.status_code, too_long.json()["error"]["code"])
+    assert (503, "shutting_down") == (closing.status_code, closing.json()["error"]["code"])
+    assert "1" == closing.headers["retry-after"]

@@ -1,0 +1,122 @@
+"""Whatever goes wrong, the answer is OpenAI's error object with the right status, and nothing of our insides."""
+
+from typing import Any
+
+import pytest
+
+from app.errors import ApiError, as_api_error, unavailable
+from core import ContextLengthExceeded, EngineDead, InvalidRequest
+from core.step import ModelRunnerOutput, SchedulerOutput
+from tests.app.servers import in_process, make_engine
+
+JSON = {"content-type": "application/json"}
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "kind", "param", "code"),
+    [
+        (InvalidRequest("m", "seed"), 400, "invalid_request_error", "seed", None),
+        (ContextLengthExceeded("m", "prompt"), 400, "invalid_request_error", "prompt", "context_length_exceeded"),
+        (EngineDead("m"), 503, "service_unavailable", None, "engine_dead"),
+        (unavailable("m", "queue_full"), 503, "service_unavailable", None, "queue_full"),
+        (KeyError("m"), 500, "server_error", None, None),
+    ],
+)
+def test_every_exception_has_its_answer(error: Exception, status: int, kind: str, param: str | None, code: str | None):
+    answer = as_api_error(error)
+
+    assert (status, kind, param, code) == (answer.status, answer.kind, answer.param, answer.code)
+    assert {"error"} == set(answer.body)
+    assert {"message", "type", "param", "code"} == set(answer.body["error"])
+
+
+def test_our_own_mistakes_are_not_described():
+    assert "secret" not in as_api_error(RuntimeError("secret")).message
+
+
+@pytest.mark.parametrize(
+    ("content", "headers", "message", "param"),
+    [
+        (b"{bad", JSON, "not valid JSON", None),
+        (b"", JSON, "must be a JSON object", None),
+        (b"[]", JSON, "must be a JSON object", None),
+        (b'"text"', JSON, "must be a JSON object", None),
+        (b'{"prompt": "p"}', {"content-type": "text/plain"}, "Content-Type must be application/json", None),
+        (b'{"prompt": "p"}', {}, "Content-Type must be application/json", None),
+        (b'{"prompt": "p", "temperature": "hot"}', JSON, "temperature: Input should be a valid number", "temperature"),
+        (b'{"prompt": "p", "temperature": NaN}', JSON, "finite", "temperature"),
+        (b'{"prompt": "p", "temperature": 1e999}', JSON, "finite", "temperature"),
+        (b'{"prompt": "p", "stop": {"a": 1}}', JSON, "stop", "stop"),
+        (b'{"prompt": "\\ud800"}', JSON, "surrogate", "prompt"),
+        (b'{"prompt": "p", "seed": ' + b"9" * 5000 + b"}", JSON, "body", None),
+        (b'{"prompt": ' + b"[" * 200_000 + b"}", JSON, "", None),
+        (b'{"prompt": "p", "x": "\xff"}', JSON, "", None),
+    ],
+)
+async def test_a_body_that_does_not_fit_is_400_and_never_422(content: bytes, headers: Any, message: str, param: Any):
+    async with in_process() as server:
+        response = await server.client.post("/v1/completions", content=content, headers=headers)
+
+    error = response.json()["error"]
+    assert (400, "invalid_request_error", param) == (response.status_code, error["type"], error["param"])
+    assert message in error["message"]
+
+
+async def test_a_name_that_has_no_utf8_is_just_unknown():
+    async with in_process() as server:
+        response = await server.client.post(
+            "/v1/completions", content=b'{"prompt": "p", "model": "\\ud800"}', headers=JSON
+        )
+
+    assert (404, "model_not_found") == (response.status_code, response.json()["error"]["code"])
+
+
+async def test_a_long_list_of_problems_is_cut_short():
+    async with in_process() as server:
+        response = await server.complete(prompt="p", stop_token_ids=["x"] * 1000)
+
+    assert "and 995 more" in response.json()["error"]["message"]
+    assert 1000 > len(response.text)
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "status"), [("GET", "/nowhere", 404), ("GET", "/v1/completions", 405), ("GET", "/health/", 404)]
+)
+async def test_wrong_paths_and_methods_get_error_objects(method: str, path: str, status: int):
+    async with in_process() as server:
+        response = await server.client.request(method, path)
+
+    assert status == response.status_code
+    assert path in response.json()["error"]["message"]
+
+
+def fail(plan: SchedulerOutput) -> ModelRunnerOutput:
+    raise ValueError("a secret")
+
+
+async def test_a_fault_of_the_engine_in_one_request_is_500_and_the_server_goes_on():
+    async with in_process(make_engine(fail)) as server:
+        whole = await server.complete(prompt="p")
+        stream = await server.complete(prompt="p", stream=True)
+        alive = await server.client.get("/health")
+
+    assert (500, "server_error") == (whole.status_code, whole.json()["error"]["type"])
+    assert 500 == stream.status_code
+    assert "secret" not in whole.text + stream.text
+    assert 200 == alive.status_code
+
+
+async def test_a_route_that_breaks_answers_500(monkeypatch: pytest.MonkeyPatch):
+    def break_down(*args: object, **kwargs: object) -> None:
+        raise RuntimeError("a secret")
+
+    async with in_process() as server:
+        monkeypatch.setattr(server.service, "run", break_down)
+        response = await server.complete(prompt="p")
+
+    assert (500, "server_error") == (response.status_code, response.json()["error"]["type"])
+    assert "secret" not in response.text
+
+
+def test_an_api_error_is_an_exception_with_its_message():
+    assert "no" == str(ApiError(400, "no"))

@@ -1,0 +1,176 @@
+"""From a body to the engine's requests: shapes of prompts, scripts, limits; and back to usage."""
+
+from typing import Any
+
+import pytest
+
+from app.errors import ApiError
+from app.generation import Ask, build, encode, merge, parse_script, prompt_items, sampling_params, stream_options
+from app.schemas import CompletionRequest
+from core import ContextLengthExceeded, FinishReason, InvalidRequest, OutputToken, RequestOutput, SamplingParams
+from tests.app.servers import make_engine
+
+
+def make_ask(*items: Any, **changes: Any) -> Ask:
+    fields: dict[str, Any] = {
+        "kind": "cmpl",
+        "model": "m",
+        "items": items,
+        "params": SamplingParams(max_tokens=4),
+        "n": 1,
+        "script": None,
+        "add_special_tokens": True,
+        "trace_id": None,
+        "arrival_s": 0.0,
+    }
+    return Ask(**{**fields, **changes})
+
+
+@pytest.mark.parametrize(
+    ("value", "items"),
+    [
+        ("text", ["text"]),
+        ("", [""]),
+        (["a", "b"], ["a", "b"]),
+        ([1, 2], [[1, 2]]),
+        ([[1], [2, 3]], [[1], [2, 3]]),
+    ],
+)
+def test_prompts_are_told_apart_by_their_shape(value: Any, items: list[Any]):
+    assert items == prompt_items(value)
+
+
+@pytest.mark.parametrize("value", [None, [], 7, {"a": 1}, [1.5], [True], ["a", 1], [[1], "a"], [[1], [1.5]], [None]])
+def test_any_other_shape_is_refused_under_the_fields_name(value: Any):
+    with pytest.raises(InvalidRequest) as refusal:
+        prompt_items(value)
+    assert "prompt" == refusal.value.param
+
+
+def test_a_list_of_prompts_is_bounded():
+    with pytest.raises(InvalidRequest, match="limit is 1024"):
+        prompt_items(["a"] * 1025)
+
+
+@pytest.mark.parametrize(
+    ("script", "entries"),
+    [
+        (["Hel", "lo"], ("Hel", "lo")),
+        ([[226, 130], [172]], (b"\xe2\x82", b"\xac")),
+        ([["a", [226, 130]], "b"], (("a", b"\xe2\x82"), "b")),
+    ],
+)
+def test_a_list_of_integers_is_one_piece_and_any_other_list_is_a_step(script: Any, entries: Any):
+    assert entries == parse_script(script, is_enabled=True)
+
+
+@pytest.mark.parametrize("script", [[], "text", [""], [[]], [[256]], [[-1]], [[1.5]], [True], [["a", []]], ["\ud800"]])
+def test_a_script_that_is_none_is_refused(script: Any):
+    with pytest.raises(InvalidRequest) as refusal:
+        parse_script(script, is_enabled=True)
+    assert "script" == refusal.value.param
+
+
+def test_scripts_are_refused_unless_the_server_takes_them():
+    with pytest.raises(ApiError) as refusal:
+        parse_script(["a"], is_enabled=False)
+    assert (400, "script") == (refusal.value.status, refusal.value.param)
+    assert parse_script(None, is_enabled=False) is None
+
+
+def test_sampling_fields_go_over_and_null_means_the_default():
+    body = CompletionRequest(
+        temperature=0.5, top_p=None, seed=-1, stop="x", stop_token_ids=[3], logit_bias={"7": -2}, ignore_eos=True
+    )
+    expected = SamplingParams(
+        max_tokens=9,
+        num_logprobs=2,
+        temperature=0.5,
+        seed=-1,
+        stop=("x",),
+        stop_token_ids=(3,),
+        logit_bias={7: -2.0},
+        ignore_eos=True,
+    )
+
+    assert expected == sampling_params(body, max_tokens=9, num_logprobs=2)
+
+
+@pytest.mark.parametrize("stop", [None, []])
+def test_no_stop_may_be_said_in_three_ways(stop: Any):
+    without = sampling_params(CompletionRequest(), max_tokens=1, num_logprobs=None)
+
+    assert without == sampling_params(CompletionRequest(stop=stop), max_tokens=1, num_logprobs=None)
+
+
+@pytest.mark.parametrize("key", ["abc", "-1", "1.0", "", " 1", "9" * 30])
+def test_a_bias_is_for_a_token_id(key: str):
+    with pytest.raises(InvalidRequest) as refusal:
+        sampling_params(CompletionRequest(logit_bias={key: 1.0}), max_tokens=1, num_logprobs=None)
+    assert "logit_bias" == refusal.value.param
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        {"stream_options": {}},
+        {"stream": True, "stream_options": {"continuous_usage_stats": True}},
+    ],
+)
+def test_stream_options_that_make_no_sense_are_refused(body: Any):
+    with pytest.raises(InvalidRequest) as refusal:
+        stream_options(CompletionRequest(**body))
+    assert "stream_options" == refusal.value.param
+
+
+def test_a_text_too_long_in_bytes_is_refused_before_it_is_cut_into_tokens(monkeypatch: pytest.MonkeyPatch):
+    engine = make_engine(max_model_len=16)
+    cut: list[str] = []
+    monkeypatch.setattr(engine.tokenizer, "encode", lambda text, **_: cut.append(text) or [1])
+    limit = 16 * engine.tokenizer.max_token_bytes
+
+    assert (1,) == encode(engine, "x" * limit).token_ids
+    with pytest.raises(ContextLengthExceeded, match=f"{limit + 1} bytes"):
+        encode(engine, "x" * (limit + 1))
+    assert 1 == len(cut)
+
+
+def test_choices_are_numbered_by_prompt_and_sample_and_ids_are_never_the_same():
+    engine = make_engine()
+    job, again = build(engine, make_ask("ab", [1, 2, 3], n=2)), build(engine, make_ask("ab"))
+
+    assert [(2, 0), (2, 1), (3, 0), (3, 1)] == [(len(r.prompt_token_ids), r.choice) for r in job.requests]
+    assert [f"{job.id}-{i}" for i in range(4)] == [r.request_id for r in job.requests]
+    assert "ab" == job.prompt_of(1).text
+    assert job.prompt_of(2).text is None
+    assert job.id != again.id
+
+
+def test_one_bad_prompt_is_named_by_its_number():
+    with pytest.raises(InvalidRequest, match="prompt 1: prompt has 0 tokens"):
+        build(make_engine(), make_ask("ok", "", "ok too"))
+
+
+def test_a_context_overflow_is_said_in_the_words_that_client_libraries_look_for():
+    with pytest.raises(ContextLengthExceeded) as refusal:
+        build(make_engine(max_model_len=16), make_ask("x" * 1000))
+
+    assert "this model's maximum context length is 16 tokens" in str(refusal.value).lower()
+    assert "prompt is too long" in str(refusal.value).lower()
+
+
+def test_more_samples_than_run_at_once_are_refused():
+    with pytest.raises(InvalidRequest) as refusal:
+        build(make_engine(max_num_seqs=2), make_ask("a", n=3))
+    assert "n" == refusal.value.param
+
+
+def test_merged_deltas_are_the_whole():
+    parts = [
+        RequestOutput("r", "He", (OutputToken(1, "He"),), 5, 2, 1),
+        RequestOutput("r", "", (), 5, 2, 2),
+        RequestOutput("r", "y", (OutputToken(2, ""), OutputToken(3, "y")), 5, 2, 3, FinishReason.STOP, "x"),
+    ]
+    tokens = (OutputToken(1, "He"), OutputToken(2, ""), OutputToken(3, "y"))
+
+    assert RequestOutput("r", "Hey", tokens, 5, 2, 3, FinishReason.STOP, "x") == merge(parts)

@@ -1,0 +1,83 @@
+"""The log: fields behind the message, vLLM's lines on the cache and on how it goes."""
+
+import asyncio
+import logging
+
+import pytest
+
+from app.engine_loop import EngineLoop
+from app.logs import FieldFormatter, log_start, log_stats, max_concurrency, stats_line
+from core import EngineStats
+from tests.app.servers import in_process, make_engine
+
+
+def test_fields_stand_behind_the_message():
+    record = logging.makeLogRecord({"msg": "request %s", "args": ("finished",), "levelname": "INFO", "name": "app.x"})
+    record.request_id = "r1"
+
+    assert FieldFormatter().format(record).endswith("INFO app.x: request finished request_id=r1")
+
+
+def test_the_start_line_tells_the_caches_size(caplog: pytest.LogCaptureFixture):
+    engine = make_engine(num_kv_blocks=64, block_size=4, max_model_len=30)
+    with caplog.at_level(logging.INFO):
+        log_start(engine)
+
+    assert 64 / 8 == max_concurrency(engine)
+    assert "KV cache size: 256 tokens, maximum concurrency for 30 tokens per request: 8.00x" in caplog.text
+
+
+def test_the_stats_line_tells_rates_between_two_moments():
+    before = EngineStats(num_prompt_tokens=100, num_generation_tokens=10, num_draft_tokens=5, num_accepted_tokens=5)
+    now = EngineStats(
+        num_prompt_tokens=150,
+        num_generation_tokens=30,
+        num_running=2,
+        num_waiting=1,
+        kv_blocks=10,
+        kv_blocks_used=5,
+        prefix_cache_queries=4,
+        prefix_cache_hits=1,
+        num_draft_tokens=15,
+        num_accepted_tokens=9,
+    )
+
+    assert (
+        "Avg prompt throughput: 5.0 tokens/s, Avg generation throughput: 2.0 tokens/s, Running: 2 reqs, "
+        "Waiting: 1 reqs, KV cache usage: 50.0%, Prefix cache hit rate: 25.0%, Draft acceptance rate: 40.0%"
+    ) == stats_line(before, now, seconds=10)
+
+
+async def test_a_finished_request_is_one_line(caplog: pytest.LogCaptureFixture):
+    with caplog.at_level(logging.INFO):
+        async with in_process() as server:
+            headers = {"X-Request-Id": "mine"}
+            await server.client.post("/v1/completions", json={"prompt": "abc", "max_tokens": 2}, headers=headers)
+
+    lines = [vars(record) for record in caplog.records if record.msg == "request finished"]
+    assert [("mine", "length", 3, 2)] == [
+        (line["trace_id"], line["reason"], line["num_prompt_tokens"], line["num_output_tokens"]) for line in lines
+    ]
+
+
+async def test_an_unknown_field_is_logged_once(caplog: pytest.LogCaptureFixture):
+    async with in_process() as server:
+        for _ in range(2):
+            await server.complete(prompt="p", a_field_nobody_knows=1)
+
+    assert ["a_field_nobody_knows"] == [vars(r)["field"] for r in caplog.records if "unknown request field" in r.msg]
+
+
+async def test_stats_are_logged_while_there_is_something_to_do_and_only_then(caplog: pytest.LogCaptureFixture):
+    engine = make_engine()
+    loop = EngineLoop(engine, max_queue=1)
+    with caplog.at_level(logging.INFO):
+        task = asyncio.create_task(log_stats(loop, interval_s=0.001))
+        await asyncio.sleep(0)
+        engine.stats = EngineStats(num_running=3)
+        while "Running: 3 reqs" not in caplog.text:
+            await asyncio.sleep(0)
+        task.cancel()
+        await task
+
+    assert 1 == caplog.text.count("Avg prompt throughput")

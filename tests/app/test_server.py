@@ -1,0 +1,120 @@
+"""The server's end: by a signal, with streams open, and when the engine dies."""
+
+import asyncio
+import json
+import signal
+import socket
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import httpx
+import pytest
+
+from app.engine_loop import EngineLoop
+from app.factory import create_app
+from app.server import EXIT_ENGINE_DEAD, Server
+from core import Engine, InvariantViolation
+from core.step import ModelRunnerOutput, SchedulerOutput
+from tests.app.servers import Gate, make_engine, make_settings
+
+BODY = {"prompt": "p", "max_tokens": 5, "stream": True}
+
+
+@asynccontextmanager
+async def serving(
+    engine: Engine, **fields: Any
+) -> AsyncIterator[tuple[Server, httpx.AsyncClient, "asyncio.Task[None]"]]:
+    settings = make_settings(**fields)
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        server = Server(create_app(settings, engine), settings)
+        task = asyncio.create_task(server.serve([listener]))
+        url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+        async with httpx.AsyncClient(base_url=url, timeout=30) as client:
+            (await client.get("/health")).raise_for_status()
+            yield server, client, task
+            await task
+
+
+def app_loop(server: Server) -> EngineLoop:
+    loop = server.config.app.state.service.loop
+    assert isinstance(loop, EngineLoop)
+    return loop
+
+
+async def read(client: httpx.AsyncClient) -> str:
+    async with client.stream("POST", "/v1/completions", json=BODY) as response:
+        return (await response.aread()).decode()
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+async def test_a_signal_lets_open_streams_end_and_the_exit_is_clean(number: signal.Signals):
+    with Gate() as gate:
+        async with serving(make_engine(gate), shutdown_timeout=30) as (server, client, task):
+            streams = [asyncio.create_task(read(client)) for _ in range(3)]
+            while app_loop(server).num_open_streams < 3:
+                await asyncio.sleep(0)
+
+            signal.raise_signal(number)
+            await asyncio.to_thread(_until_refused, client)
+            gate.open()
+            texts = await asyncio.gather(*streams)
+            await task
+
+    assert [True] * 3 == [text.endswith("data: [DONE]\n\n") for text in texts]
+    assert [True] * 3 == ['"finish_reason":"length"' in text for text in texts]
+    assert 0 == server.exit_code
+
+
+def _until_refused(client: httpx.AsyncClient) -> None:
+    """Until the server accepts no connection any more."""
+    while True:
+        try:
+            socket.create_connection((client.base_url.host, client.base_url.port)).close()
+        except ConnectionRefusedError:
+            return
+
+
+async def test_streams_that_do_not_end_in_time_are_told():
+    with Gate() as gate:
+        gate.let_through(1)
+        async with serving(make_engine(gate), shutdown_timeout=0) as (server, client, task):
+            stream = asyncio.create_task(read(client))
+            await gate.until_arrived(2)
+            server.should_exit = True
+            text = await stream
+            gate.open()
+            await task
+
+    *_, error, done, _ = text.split("\n\n")
+    assert "shutting_down" == json.loads(error.removeprefix("data: "))["error"]["code"]
+    assert "data: [DONE]" == done
+    assert 0 == server.exit_code
+
+
+class DiesAtStep:
+    """An `execute` that finds its books out of order at a certain step."""
+
+    def __init__(self, step: int, gate: Gate) -> None:
+        self._step = step
+        self._gate = gate
+
+    def __call__(self, plan: SchedulerOutput) -> ModelRunnerOutput:
+        result = self._gate(plan)
+        if self._gate.num_arrived == self._step:
+            raise InvariantViolation("a book does not balance")
+        return result
+
+
+async def test_when_the_engine_dies_the_stream_is_told_and_the_exit_code_is_not_zero():
+    with Gate() as gate:
+        gate.open()
+        async with serving(make_engine(DiesAtStep(3, gate))) as (server, client, task):
+            text = await read(client)
+            await task
+
+    *_, error, done, _ = text.split("\n\n")
+    assert "engine_dead" == json.loads(error.removeprefix("data: "))["error"]["code"]
+    assert "data: [DONE]" == done
+    assert 'finish_reason":"' not in text
+    assert EXIT_ENGINE_DEAD == server.exit_code != 0

@@ -1,0 +1,128 @@
+"""Flags and environment: who wins, what is refused, and what the engine is told."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from app.settings import SettingsError, load_settings
+from core import EMBEDDED_MODEL, SpeculativeConfig
+from tests.app.servers import make_settings
+
+
+@pytest.fixture(autouse=True)
+def _no_variables(monkeypatch: pytest.MonkeyPatch) -> None:
+    import os
+
+    for name in [name for name in os.environ if name.startswith("OCTAVO_")]:
+        monkeypatch.delenv(name)
+
+
+def test_a_flag_beats_its_variable_and_a_variable_the_default(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("OCTAVO_MAX_NUM_SEQS", "7")
+    monkeypatch.setenv("OCTAVO_PORT", "9000")
+
+    settings = load_settings({"max_num_seqs": "3", "port": None})
+    assert (3, 9000, "0.0.0.0") == (settings.max_num_seqs, settings.port, settings.host)
+
+
+def test_lists_are_repeated_flags_or_commas(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("OCTAVO_API_KEY", "one, two")
+
+    assert ("one", "two") == load_settings({}).api_key
+    assert ("a", "b") == load_settings({"api_key": ("a", "b")}).api_key
+
+
+@pytest.mark.parametrize(
+    ("text", "number"), [("512", 512), ("2k", 2000), ("2K", 2048), ("1.5K", 1536), ("3M", 3 * 2**20), ("1G", 2**30)]
+)
+def test_numbers_have_vllms_short_forms(text: str, number: int):
+    assert number == load_settings({"kv_cache_memory_bytes": text}).kv_cache_memory_bytes
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        ({"port": "x"}, "--port x: "),
+        ({"port": "70000"}, "--port 70000: "),
+        ({"max_num_seqs": "0"}, "--max-num-seqs 0: "),
+        ({"block_size": "1.5"}, "--block-size 1.5: "),
+        ({"log_level": "loud"}, "--log-level loud: "),
+        ({"speculative_config": "{bad"}, "--speculative-config"),
+        ({"speculative_config": "[]"}, "--speculative-config"),
+        ({"speculative_config": '{"num_speculative_tokens": 99}'}, "--speculative-config"),
+        ({"speculative_config": '{"no_such_field": 1}'}, "--speculative-config"),
+        ({"chat_template": "/no/such/file"}, "--chat-template"),
+        ({"no_such_setting": "1"}, "no-such-setting"),
+    ],
+)
+def test_a_bad_value_is_one_line_that_names_it(flags: dict[str, Any], said: str):
+    with pytest.raises(SettingsError) as refusal:
+        load_settings(flags)
+
+    assert said in str(refusal.value)
+    assert "\n" not in str(refusal.value)
+
+
+def test_a_bad_variable_is_named_as_a_variable(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("OCTAVO_MAX_QUEUE", "-1")
+
+    with pytest.raises(SettingsError, match="OCTAVO_MAX_QUEUE -1: "):
+        load_settings({})
+
+
+def test_an_empty_variable_is_no_value(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("OCTAVO_MAX_MODEL_LEN", "")
+
+    assert load_settings({}).max_model_len is None
+
+
+@pytest.mark.parametrize(
+    ("fields", "speculative"),
+    [
+        ({}, SpeculativeConfig()),
+        ({"speculative_config": "null"}, None),
+        ({"speculative_config": '{"num_speculative_tokens": 5}'}, SpeculativeConfig(num_speculative_tokens=5)),
+        ({"model": "some.gguf"}, None),
+    ],
+)
+def test_speculation_is_on_by_default_for_the_embedded_model_alone(fields: Any, speculative: Any):
+    assert speculative == make_settings(**fields).engine_config().speculative
+
+
+def test_the_engine_is_told_every_limit():
+    limits = {
+        "block_size": 8,
+        "num_kv_blocks": 9,
+        "max_model_len": 70,
+        "max_num_seqs": 3,
+        "max_num_batched_tokens": 32,
+        "max_logprobs": 4,
+        "seed": 5,
+        "enable_scripts": True,
+        "num_threads": 1,
+    }
+    config = make_settings(**limits).engine_config("a/path")
+
+    assert "a/path" == config.model
+    assert limits == {name: getattr(config, name) for name in limits}
+
+
+def test_the_api_knows_the_model_by_its_own_name_unless_told():
+    assert (EMBEDDED_MODEL,) == make_settings().model_names
+    assert ("a", "b") == make_settings(served_model_name=("a", "b")).model_names
+
+
+def test_a_template_is_a_file_or_itself(tmp_path: Path):
+    file = tmp_path / "template.jinja"
+    file.write_text("{{ 1 }}")
+
+    assert "{{ 1 }}" == make_settings(chat_template=str(file)).chat_template_source
+    assert "{{ 2 }}" == make_settings(chat_template="{{ 2 }}").chat_template_source
+    assert make_settings().chat_template_source is None
+
+
+def test_models_are_kept_in_the_users_cache(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", "/somewhere")
+
+    assert Path("/somewhere/octavo") == load_settings({}).cache_dir
