@@ -95,7 +95,7 @@ class Service:
         return self.chat_template
 
 
-def _service_of(request: Request) -> Service:
+async def _service_of(request: Request) -> Service:  # async, or FastAPI would call it in a thread of its own
     service = request.app.state.service
     assert isinstance(service, Service)
     return service

@@ -1,0 +1,116 @@
+"""Public reports on requests that crash or hang a server although they should simply be refused."""
+
+import asyncio
+import json
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.app.servers import RunningServer
+from tests.reports.conftest import Serve, scripted
+
+HELLO = [{"role": "user", "content": "Hi"}]
+
+
+async def post_literal(server: RunningServer, literals: str) -> httpx.Response:
+    """A chat request whose last fields are written as they stand, for what JSON libraries would not write."""
+    content = f'{{"messages": {json.dumps(HELLO)}, "max_tokens": 1, {literals}}}'
+    headers = {"content-type": "application/json"}
+    return await server.client.post("/v1/chat/completions", content=content, headers=headers)
+
+
+async def assert_alive(server: RunningServer) -> None:
+    assert 200 == (await server.chat(messages=HELLO, max_tokens=1)).status_code
+    assert 200 == (await server.client.get("/health")).status_code
+
+
+async def test_bc_035_a_seed_outside_64_bits_is_refused(serve: Serve):
+    """vllm-project/vllm#4529: a seed of 2**64 passed validation and failed in the worker."""
+    server = await serve()
+    for seed in ("18446744073709551616", "9223372036854775808", "-9223372036854775809", "1.5", '"abc"', "true"):
+        response = await post_literal(server, f'"seed": {seed}')
+        assert (400, "seed") == (response.status_code, response.json()["error"]["param"]), seed
+
+    for seed in ("-5", "0", "9223372036854775807", "-9223372036854775808"):
+        assert 200 == (await post_literal(server, f'"seed": {seed}')).status_code, seed
+    await assert_alive(server)
+
+
+@pytest.mark.parametrize(
+    ("name", "bad", "bounds"),
+    [
+        ("temperature", ["999999", "-0.1", "NaN", "Infinity", "2.0001"], ["0", "2"]),
+        ("top_p", ["-1", "0", "1.5", "NaN"], ["1", "0.0001"]),
+        ("repetition_penalty", ["0", "-1", "NaN"], ["0.0001", "2"]),
+        ("presence_penalty", ["3", "-2.5", "NaN"], ["-2", "2"]),
+        ("frequency_penalty", ["3", "-2.5", "NaN"], ["-2", "2"]),
+        ("min_p", ["-0.1", "1.1", "NaN"], ["0", "1"]),
+        ("top_k", ["-2", "1.5"], ["-1", "0", "1"]),
+        ("n", ["0", "-1", "129", "1.0"], ["1"]),
+        ("max_completion_tokens", ["-1", "0", "1.5"], ["1"]),
+        ("max_tokens", ["-1", "0"], ["1"]),
+    ],
+)
+async def test_bc_037_sampling_fields_are_held_to_their_ranges(
+    serve: Serve, name: str, bad: list[str], bounds: list[str]
+):
+    """ggml-org/llama.cpp#19367: extreme floats hung or crashed the server."""
+    server = await serve()
+    for value in bad:
+        response = await post_literal(server, f'"{name}": {value}')
+        assert (400, name) == (response.status_code, response.json()["error"]["param"]), value
+        assert name in response.json()["error"]["message"]
+
+    for value in bounds:
+        assert 200 == (await post_literal(server, f'"{name}": {value}')).status_code, value
+    await assert_alive(server)
+
+
+async def test_bc_038_token_ids_outside_the_vocabulary_are_refused(serve: Serve):
+    """vllm-project/vllm#9634: ids beyond the embedding table ended the engine."""
+    server = await serve()
+    vocab_size = server.engine.model_config.vocab_size
+    running = asyncio.create_task(server.complete(prompt="p", **scripted(*("ab" * 50)), max_tokens=200))
+    bad: list[Any] = [[vocab_size], [-1], [2**63], [1.5], [True], [[1, 2], [999999999]]]
+    for prompt in bad:
+        response = await server.complete(prompt=prompt, max_tokens=1)
+        assert (400, "prompt") == (response.status_code, response.json()["error"]["param"]), prompt
+
+    assert 200 == (await server.complete(prompt=[vocab_size - 1], max_tokens=1)).status_code
+    assert "ab" * 50 == (await running).json()["choices"][0]["text"]
+
+
+async def test_bc_039_an_empty_prompt_is_refused_and_blocks_nothing(serve: Serve):
+    """vllm-project/vllm#7746: a prompt without tokens killed the engine; this model's tokenizer adds no BOS."""
+    server = await serve()
+    for prompt in ("", [""], [], [[]], ["ok", ""]):
+        response = await server.complete(prompt=prompt, max_tokens=1)
+        assert (400, "prompt") == (response.status_code, response.json()["error"]["param"]), prompt
+    assert 400 == (await server.chat(messages=[])).status_code
+
+    await assert_alive(server)
+
+
+async def test_bc_044_the_context_may_be_filled_and_not_passed(serve: Serve):
+    """vllm-project/vllm#23683: a prompt as long as the context tripped an assertion in the engine."""
+    server = await serve(max_model_len=16)
+    full = await server.complete(prompt="x" * 15, max_tokens=1)
+    assert (1, "length") == (full.json()["usage"]["completion_tokens"], full.json()["choices"][0]["finish_reason"])
+
+    for num_prompt_tokens, max_tokens in ((15, 2), (16, 1), (17, 1)):
+        response = await server.complete(prompt="x" * num_prompt_tokens, max_tokens=max_tokens)
+        error = response.json()["error"]
+        assert (400, "context_length_exceeded") == (response.status_code, error["code"])
+        assert "maximum context length is 16 tokens" in error["message"]
+    await server.until_idle()
+    assert 200 == (await server.complete(prompt="x", max_tokens=1)).status_code
+
+
+async def test_bc_044_without_a_limit_a_chat_gets_the_room_that_is_left(serve: Serve):
+    template = "{{ messages[0].content }}"
+    server = await serve(max_model_len=16, chat_template=template)
+    body = (await server.chat(messages=[{"role": "user", "content": "x" * 15}])).json()
+
+    assert (15, 1) == (body["usage"]["prompt_tokens"], body["usage"]["completion_tokens"])
+    assert "length" == body["choices"][0]["finish_reason"]
