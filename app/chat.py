@@ -160,7 +160,7 @@ async def _ask(service: Service, body: ChatRequest, given_id: str | None, arriva
     return Ask(
         kind="chatcmpl",
         model=model,
-        items=[text],
+        prompt=text,
         params=params,
         n=body.n or 1,
         script=script,

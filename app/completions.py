@@ -14,7 +14,6 @@ from app.generation import (
     Job,
     make_usage,
     parse_script,
-    prompt_items,
     sampling_params,
     shown_reason,
     stream_options,
@@ -62,7 +61,7 @@ def _ask(service: Service, body: CompletionRequest, given_id: str | None, arriva
     return Ask(
         kind="cmpl",
         model=service.check_model(body.model),
-        items=prompt_items(body.prompt),
+        prompt=body.prompt,
         params=sampling_params(
             body,
             max_tokens=None if _generates_nothing(body) else max_tokens,

@@ -207,21 +207,22 @@ class EngineLoop:
             raise unavailable(f"{num_waiting} requests are waiting, limit is {self._max_queue}", "queue_full")
 
     async def _run(self) -> None:
-        loop = asyncio.get_running_loop()
-        while True:
-            await self._wake.wait()
-            self._wake.clear()
-            while self.is_busy:
-                turn = _Turn(self._inbox, self._aborts)
-                self._handed_over, self._inbox, self._aborts = self._inbox, [], []
-                try:
-                    await loop.run_in_executor(self._worker, self._take, turn)
-                except Exception as error:
-                    self._die(error)
-                    return
-                self._handed_over = []
-                self._known = self.engine.stats
-                self._deal_out(turn)
+        try:
+            while True:
+                await self._wake.wait()
+                self._wake.clear()
+                while self.is_busy:
+                    await self._turn()
+        except Exception as error:  # ours too: nobody would step the engine any more
+            self._die(error)
+
+    async def _turn(self) -> None:
+        turn = _Turn(self._inbox, self._aborts)
+        self._handed_over, self._inbox, self._aborts = self._inbox, [], []
+        await asyncio.get_running_loop().run_in_executor(self._worker, self._take, turn)
+        self._handed_over = []
+        self._known = self.engine.stats
+        self._deal_out(turn)
 
     def _take(self, turn: _Turn) -> None:
         """In the worker thread: add, abort, step. Aborts come second, so that each finds its request."""

@@ -16,15 +16,21 @@ from typing import Any, Self
 from app.engine_loop import EngineLoop, Stream
 from app.errors import SERVER_ERROR, ApiError, unsupported
 from app.schemas import MAX_PROMPTS, FinishReason, GenerationRequest, PromptTokensDetails, StreamOptions, Usage
-from core import ContextLengthExceeded, Engine, InvalidRequest, NewRequest, RequestOutput, SamplingParams
+from core import (
+    ContextLengthExceeded,
+    Engine,
+    InvalidRequest,
+    NewRequest,
+    RequestOutput,
+    SamplingParams,
+    ScriptEntry,
+    ScriptPiece,
+)
 from core import FinishReason as EngineFinishReason
 
 logger = logging.getLogger(__name__)
 
 PromptItem = str | Sequence[int]
-ScriptPiece = str | bytes
-ScriptEntry = ScriptPiece | tuple[ScriptPiece, ...]
-
 # Fields that go over as they are; a null leaves the engine's default, which is OpenAI's.
 _PLAIN_FIELDS = (
     "temperature",
@@ -73,12 +79,13 @@ class Job:
 class Ask:
     """What is asked of the engine, before there are tokens.
 
-    `kind` starts the id, as clients know it: cmpl or chatcmpl.
+    `kind` starts the id, as clients know it: cmpl or chatcmpl. `prompt` is as the body has it, looked at only outside
+    the event loop: it may be long.
     """
 
     kind: str
     model: str
-    items: Sequence[PromptItem]
+    prompt: Any
     params: SamplingParams
     n: int
     script: tuple[ScriptEntry, ...] | None
@@ -177,34 +184,25 @@ def encode(engine: Engine, item: PromptItem, *, add_special_tokens: bool = True,
 
 
 def build(engine: Engine, ask: Ask) -> Job:
-    """Tokenize and check every prompt; runs outside the event loop.
+    """Take the prompts apart, tokenize and check each; runs outside the event loop.
 
     Raises:
         InvalidRequest: one of them cannot be served, so none is; the message names it.
     """
     if ask.n > engine.config.max_num_seqs:
         raise InvalidRequest(f"n is {ask.n}, this server runs at most {engine.config.max_num_seqs} at once", "n")
-    job_id = f"{ask.kind}-{uuid.uuid4().hex}"
+    job_id, items = f"{ask.kind}-{uuid.uuid4().hex}", prompt_items(ask.prompt)
     prompts: list[Prompt] = []
     requests: list[NewRequest] = []
-    for number, item in enumerate(ask.items):
+    for number, item in enumerate(items):
         try:
             prompt = encode(engine, item, add_special_tokens=ask.add_special_tokens)
             params = engine.check(prompt.token_ids, ask.params)
         except InvalidRequest as error:
-            raise _explained(error, engine, f"prompt {number}: " if len(ask.items) > 1 else "") from error
+            raise _explained(error, engine, f"prompt {number}: " if len(items) > 1 else "") from error
         prompts.append(prompt)
-        requests += [
-            NewRequest(
-                request_id=f"{job_id}-{number * ask.n + sample}",
-                prompt_token_ids=prompt.token_ids,
-                params=params,
-                choice=sample,
-                arrival_s=ask.arrival_s,
-                script=ask.script,
-            )
-            for sample in range(ask.n)
-        ]
+        ids = [f"{job_id}-{number * ask.n + sample}" for sample in range(ask.n)]
+        requests += _samples(ids, prompt, params, ask)
     return Job(
         id=job_id,
         trace_id=ask.trace_id or job_id,
@@ -214,6 +212,20 @@ def build(engine: Engine, ask: Ask) -> Job:
         prompts=tuple(prompts),
         requests=tuple(requests),
     )
+
+
+def _samples(ids: Sequence[str], prompt: Prompt, params: SamplingParams, ask: Ask) -> list[NewRequest]:
+    return [
+        NewRequest(
+            request_id=request_id,
+            prompt_token_ids=prompt.token_ids,
+            params=params,
+            choice=choice,
+            arrival_s=ask.arrival_s,
+            script=ask.script,
+        )
+        for choice, request_id in enumerate(ids)
+    ]
 
 
 def _explained(error: InvalidRequest, engine: Engine, where: str) -> InvalidRequest:

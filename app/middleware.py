@@ -31,14 +31,15 @@ class BodyLimit:
             num_bytes += len(message.get("body", b""))
             if num_bytes > self._max_bytes:  # FastAPI lets its own exceptions pass while it reads a body, no others
                 refusal = self._refusal()
-                raise HTTPException(refusal.status, refusal.message, refusal.headers)
+                raise HTTPException(refusal.status, refusal.message)
             return message
 
         return await self._app(scope, counted, send)
 
     def _refusal(self) -> ApiError:
-        # The rest of the body is not read, so the connection cannot be used again.
-        return ApiError(413, f"the body is longer than {self._max_bytes} bytes", headers={"Connection": "close"})
+        # The connection stays open: uvicorn throws the rest of the body away as it comes. Closing on a client that is
+        # still sending would reset the connection, and the client would never see the answer.
+        return ApiError(413, f"the body is longer than {self._max_bytes} bytes")
 
 
 class RequestIdEcho:

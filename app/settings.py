@@ -38,13 +38,17 @@ def _human_int(value: Any) -> Any:
     return value
 
 
+def _lower(value: Any) -> Any:
+    return value.lower() if isinstance(value, str) else value
+
+
 def _cache_dir() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "octavo"
 
 
 Names = Annotated[tuple[str, ...], NoDecode, BeforeValidator(_split)]
 HumanInt = Annotated[int, BeforeValidator(_human_int)]
-LogLevel = Literal["debug", "info", "warning", "error"]
+LogLevel = Annotated[Literal["debug", "info", "warning", "error", "critical"], BeforeValidator(_lower)]
 
 
 class Settings(BaseSettings):

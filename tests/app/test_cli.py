@@ -1,10 +1,13 @@
 """The command line: flags for every setting, one line for a mistake, and what each command prints."""
 
+import asyncio
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
 
+import httpx
 import pytest
 from typer.testing import CliRunner
 
@@ -74,3 +77,28 @@ def test_serving_imports_no_more_than_it_needs():
 
     slow = {"jinja2", "httpx", "rich.progress", "tokenizers", "safetensors", "gguf", "loadgen", "huggingface_hub"}
     assert set() == slow & set(result.stdout.split())
+
+
+@pytest.mark.e2e
+async def test_a_server_says_where_it_listens_and_ends_well_on_sigterm():
+    command = [sys.executable, "-m", "app", "serve", "--host", "127.0.0.1", "--port", "0", "--enable-scripts"]
+    process = await asyncio.create_subprocess_exec(*command, cwd=ROOT, stderr=asyncio.subprocess.PIPE)
+    assert process.stderr is not None
+    lines = []
+    while not lines or "listening on" not in lines[-1]:
+        lines.append((await process.stderr.readline()).decode())
+    body = {"prompt": "p", "stream": True, "max_tokens": 300, "ignore_eos": True}
+    async with (
+        httpx.AsyncClient(base_url=lines[-1].split()[-1]) as client,
+        client.stream("POST", "/v1/completions", json=body, timeout=60) as response,
+    ):
+        events = response.aiter_lines()
+        await anext(events)
+        process.send_signal(signal.SIGTERM)
+        rest = [line async for line in events if line]
+    await process.communicate()
+
+    assert any("KV cache size: " in line for line in lines)
+    assert '"finish_reason":"length"' in rest[-2]
+    assert "data: [DONE]" == rest[-1]
+    assert 0 == process.returncode

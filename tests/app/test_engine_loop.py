@@ -175,6 +175,16 @@ async def test_when_the_engine_dies_streams_hear_of_it_and_nothing_more_is_taken
             loop.submit([new_request("b")])
 
 
+async def test_a_fault_of_the_loop_itself_is_the_engines_death_too(monkeypatch: pytest.MonkeyPatch):
+    async with running(make_engine()) as loop:
+        stream = loop.submit([new_request("a")])
+        monkeypatch.setattr(stream, "put", None)
+
+        with pytest.raises(EngineDead):
+            await read_all(stream)
+        assert loop.is_dead
+
+
 def fail_on_long_prompts(plan: SchedulerOutput) -> ModelRunnerOutput:
     from core.step import count_only
 

@@ -11,11 +11,11 @@ from core import ContextLengthExceeded, FinishReason, InvalidRequest, OutputToke
 from tests.app.servers import make_engine
 
 
-def make_ask(*items: Any, **changes: Any) -> Ask:
+def make_ask(prompt: Any, **changes: Any) -> Ask:
     fields: dict[str, Any] = {
         "kind": "cmpl",
         "model": "m",
-        "items": items,
+        "prompt": prompt,
         "params": SamplingParams(max_tokens=4),
         "n": 1,
         "script": None,
@@ -137,18 +137,18 @@ def test_a_text_too_long_in_bytes_is_refused_before_it_is_cut_into_tokens(monkey
 
 def test_choices_are_numbered_by_prompt_and_sample_and_ids_are_never_the_same():
     engine = make_engine()
-    job, again = build(engine, make_ask("ab", [1, 2, 3], n=2)), build(engine, make_ask("ab"))
+    job, again = build(engine, make_ask(["ab", "abc"], n=2)), build(engine, make_ask("ab"))
 
     assert [(2, 0), (2, 1), (3, 0), (3, 1)] == [(len(r.prompt_token_ids), r.choice) for r in job.requests]
     assert [f"{job.id}-{i}" for i in range(4)] == [r.request_id for r in job.requests]
-    assert "ab" == job.prompt_of(1).text
-    assert job.prompt_of(2).text is None
+    assert ["ab", "abc"] == [job.prompt_of(1).text, job.prompt_of(2).text]
+    assert job.prompt_of(0) is job.prompt_of(1)
     assert job.id != again.id
 
 
 def test_one_bad_prompt_is_named_by_its_number():
     with pytest.raises(InvalidRequest, match="prompt 1: prompt has 0 tokens"):
-        build(make_engine(), make_ask("ok", "", "ok too"))
+        build(make_engine(), make_ask(["ok", "", "ok too"]))
 
 
 def test_a_context_overflow_is_said_in_the_words_that_client_libraries_look_for():

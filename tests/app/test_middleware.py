@@ -2,21 +2,26 @@
 
 from collections.abc import AsyncIterator
 
+import pytest
+
 from tests.app.servers import in_process, live
 
 
-async def pieces(num_pieces: int, sent: list[int]) -> AsyncIterator[bytes]:
+async def pieces(num_pieces: int, sent: list[int], *, num_bytes: int = 1000) -> AsyncIterator[bytes]:
     for number in range(num_pieces):
         sent.append(number)
-        yield b"x" * 1000
+        yield b"x" * num_bytes
 
 
-async def test_a_body_that_says_it_is_too_long_is_refused_unread():
+@pytest.mark.parametrize("headers", [{}, {"content-length": str(50 * 2**20)}])
+async def test_a_client_that_sends_far_too_much_still_hears_the_answer(headers: dict[str, str]):
+    """Beyond what sockets hold between them: a server that closed early would reset the connection instead."""
     async with live(max_body_bytes=10_000) as server:
-        response = await server.client.post("/v1/completions", content=b"x" * 10_001)
+        content = pieces(50, [], num_bytes=2**20)
+        response = await server.client.post("/v1/completions", content=content, headers=headers)
         after = await server.client.get("/health")
 
-    assert (413, "close") == (response.status_code, response.headers["connection"])
+    assert 413 == response.status_code
     assert "10000 bytes" in response.json()["error"]["message"]
     assert 200 == after.status_code
 

@@ -71,6 +71,10 @@ def test_a_bad_variable_is_named_as_a_variable(monkeypatch: pytest.MonkeyPatch):
         load_settings({})
 
 
+def test_log_levels_are_taken_in_any_case():
+    assert "debug" == load_settings({"log_level": "DEBUG"}).log_level
+
+
 def test_an_empty_variable_is_no_value(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("OCTAVO_MAX_MODEL_LEN", "")
 
