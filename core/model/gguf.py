@@ -17,7 +17,7 @@ import os
 import re
 import struct
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -103,7 +103,7 @@ def cache_file(source: Path, cache_dir: Path, kind: str) -> Path:
     return cache_dir / f"{source.stem}-{place}-{state}.{kind}"
 
 
-def write_cache(file: Path, write: Any) -> None:
+def write_cache(file: Path, write: Callable[[Path], object]) -> None:
     """Put a file into the cache whole or not at all, and drop what older states of its source left.
 
     Args:
@@ -204,5 +204,5 @@ def _keep(weights: LoadedWeights, file: Path) -> None:
     from safetensors.numpy import save_file
 
     config = json.dumps(dataclasses.asdict(weights.config))
-    tensors: Mapping[str, Any] = {name: np.ascontiguousarray(value) for name, value in weights.tensors.items()}
-    write_cache(file, lambda temporary: save_file(dict(tensors), temporary, metadata={"config": config}))
+    tensors: dict[str, Any] = {name: np.ascontiguousarray(value) for name, value in weights.tensors.items()}
+    write_cache(file, lambda temporary: save_file(tensors, temporary, metadata={"config": config}))

@@ -197,7 +197,7 @@ async def test_bc119_bos_comes_exactly_once(kind: str, tmp_path: Path, serve: Se
     """Whether the template wrote it, the user did, or nobody."""
     model = TinyModel(adds_bos=True)
     path = write_gguf(model, tmp_path / "m.gguf") if kind == "gguf" else write_safetensors_dir(model, tmp_path / "hf")
-    server = await serve(model=str(path), num_kv_blocks=64)
+    server = await serve(model=str(path), num_kv_blocks=64, cache_dir=tmp_path / "cache")
     bos, content = model.tokenizer.token_to_id(BOS), "hello there"
     expected = [bos, *model.tokenizer.encode(content, add_special_tokens=False).ids]
     chat_text = f"{BOS}<user>{content}{EOS}<assistant>"
