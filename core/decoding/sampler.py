@@ -39,7 +39,9 @@ def process_logits(logits_V: Floats, request: Request, extra: Sequence[int] = ()
         logits_V[[*request.eos_token_ids, *params.stop_token_ids]] = -np.inf
     if params.is_greedy:
         return logits_V
-    logits_V = logits_V.astype(np.float64) / params.temperature
+    with np.errstate(over="ignore"):
+        # Largest first, so that a tiny temperature overflows to -inf and never to inf - inf.
+        logits_V = (logits_V.astype(np.float64) - logits_V.max()) / params.temperature
     return _keep_most_likely(logits_V, params)
 
 
@@ -121,7 +123,8 @@ def token_logprobs(logits_V: Floats, token_id: int, num_top: int) -> TokenLogpro
     top_logit = logits_V.max()
     log_total = top_logit + np.log(np.exp(logits_V - top_logit).sum())
     num_top = min(num_top, len(logits_V))
-    candidates = np.argpartition(-logits_V, num_top - 1)[:num_top].tolist() if num_top else []
-    top_ids: list[int] = sorted(candidates, key=lambda t: (-logits_V[t], t))
+    border = np.partition(logits_V, -num_top)[-num_top] if num_top else np.inf
+    candidates = np.flatnonzero(logits_V >= border).tolist()  # more than num_top where several are equal
+    top_ids: list[int] = sorted(candidates, key=lambda t: (-logits_V[t], t))[:num_top]
     finite = np.maximum(logits_V[[token_id, *top_ids]] - log_total, LOGPROB_FLOOR).tolist()
     return TokenLogprobs(finite[0], tuple(zip(top_ids, finite[1:], strict=True)))
