@@ -184,18 +184,17 @@ def cells(breakpoints: Sequence[float] | Doubles) -> tuple[Doubles, Doubles]:
     return (edges[:-1] + edges[1:]) / 2, np.diff(edges)
 
 
-def uniform_grid(target_KV: Doubles, draft_KV: Doubles) -> tuple[Doubles, Doubles]:
+def uniform_grid(drafted: Sequence[int], target_KV: Doubles, draft_KV: Doubles) -> tuple[Doubles, Doubles]:
     """((U, K+1) draws, (U,) their weights) on which any rule with the usual thresholds is integrated exactly.
 
-    Thresholds: the ratios of the laws, either way round, and running sums of either law or of a residual.
+    Thresholds: the ratios of the laws at the drafted tokens, either way round; running sums of laws and residuals.
     """
-    num_drafts = len(draft_KV)
-    with np.errstate(divide="ignore", invalid="ignore"):
-        ratios_KV = np.nan_to_num(target_KV[:-1] / draft_KV, nan=0.0, posinf=0.0)
-        inverse_KV = np.nan_to_num(draft_KV / target_KV[:-1], nan=0.0, posinf=0.0)
+    at_draft = (np.arange(len(drafted)), np.array(drafted, np.int64))
+    target_K, draft_K = target_KV[at_draft], draft_KV[at_draft]
     residual_KV = np.maximum(target_KV[:-1] - draft_KV, 0)
     sums_V = [law_V.cumsum() / (law_V.sum() or 1) for law_V in (*target_KV, *draft_KV, *residual_KV)]
-    axes = [cells([*ratios_KV[i], *inverse_KV[i]]) for i in range(num_drafts)] + [cells(np.concatenate(sums_V))]
+    axes = [cells([t / d if d else 0, d / t if t else 0]) for t, d in zip(target_K, draft_K, strict=True)]
+    axes.append(cells(np.concatenate(sums_V)))
     draws = np.stack([g.ravel() for g in np.meshgrid(*(axis[0] for axis in axes), indexing="ij")], axis=1)
     weights = np.stack([g.ravel() for g in np.meshgrid(*(axis[1] for axis in axes), indexing="ij")], axis=1)
     return draws, weights.prod(axis=1)
@@ -221,16 +220,18 @@ def step_law(
 def _emitted(
     rule: Rule, drafted: tuple[int, ...], target_KV: Doubles, draft_KV: Doubles
 ) -> Iterator[tuple[tuple[int, ...], float]]:
-    draws, weights = uniform_grid(target_KV, draft_KV)
-    num_rows = len(draws)
+    draws, weights = uniform_grid(drafted, target_KV, draft_KV)
+    num_rows, vocab_size = len(draws), target_KV.shape[1]
     num_accepted, bonus = rule(
         np.tile(np.array(drafted, np.int64), (num_rows, 1)),
         np.tile(target_KV, (num_rows, 1, 1)),
         np.tile(draft_KV, (num_rows, 1, 1)),
         draws,
     )
-    for num, token, weight in zip(num_accepted.tolist(), bonus.tolist(), weights.tolist(), strict=True):
-        yield (*drafted[:num], token), weight
+    sums = np.bincount(num_accepted * vocab_size + bonus, weights)
+    for outcome in np.flatnonzero(sums).tolist():
+        num, token = divmod(outcome, vocab_size)
+        yield (*drafted[:num], token), float(sums[outcome])
 
 
 def law_of_sequences(target: Laws, length: int, context: tuple[int, ...] = ()) -> dict[tuple[int, ...], float]:
