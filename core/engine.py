@@ -234,6 +234,6 @@ def _num_drafted(result: ModelRunnerOutput, request_id: str) -> int:
 
 
 def _num_iteration_tokens(plan: SchedulerOutput, result: ModelRunnerOutput) -> int:
-    """Prompt tokens computed plus tokens generated in the step."""
-    computed = sum(s.num_tokens for s in plan.scheduled if s.start < s.request.num_prompt_tokens)
-    return computed + sum(len(sampled.token_ids) for sampled in result.sampled.values())
+    """Prompt tokens computed plus tokens emitted in the step (what a stop cut off was not)."""
+    computed = sum(max(0, min(s.end, s.request.num_prompt_tokens) - s.start) for s in plan.scheduled)
+    return computed + sum(s.request.num_tokens - s.end for s in plan.scheduled if s.request_id in result.sampled)
