@@ -1,0 +1,177 @@
+"""Counters and histograms from moments handed in: no clock, no engine."""
+
+from dataclasses import FrozenInstanceError
+
+import pytest
+
+from core.request import FinishReason, OutputToken, Request, RequestOutput
+from core.stats import ACCEPTANCE_WINDOW_STEPS, EngineStats, Histogram, StatsGatherer, token_edges
+from tests.builders import request
+
+
+def output(it: Request, num_new: int) -> RequestOutput:
+    """The request says so many tokens more."""
+    it.token_ids += [0] * num_new
+    tokens = (OutputToken(0, ""),) * num_new
+    return RequestOutput(
+        it.request_id, "", tokens, it.num_prompt_tokens, it.num_cached_tokens, it.num_output_tokens, it.finish_reason
+    )
+
+
+def bucket_of(histogram: Histogram) -> float:
+    """The upper edge of the one bucket that holds anything; infinity for the last."""
+    (index,) = (i for i, count in enumerate(histogram.counts) if count)
+    return [*histogram.edges, float("inf")][index]
+
+
+@pytest.mark.parametrize(
+    ("limit", "edges"), [(1, (1,)), (10, (1, 2, 5, 10)), (99, (1, 2, 5, 10, 20, 50)), (100, (1, 2, 5, 10, 20, 50, 100))]
+)
+def test_token_edges_are_1_2_5_up_to_the_limit(limit: int, edges: tuple[int, ...]):
+    assert edges == token_edges(limit)
+
+
+def test_an_observation_on_an_edge_belongs_to_the_bucket_below_it():
+    gatherer = StatsGatherer(100, 0)
+    for num_tokens in (1, 8, 9, 20_000):
+        gatherer.on_step([], num_tokens, 0.0)
+    histogram = gatherer.snapshot().histograms["iteration_tokens_total"]
+
+    assert ((1, 1, 1), 1, 4, 20_018.0) == (histogram.counts[:3], histogram.counts[-1], histogram.count, histogram.sum)
+
+
+def test_a_requests_moments_become_its_latencies():
+    """Arrives at 10, scheduled at 11, first token at 13, then two at 14 and one at 16, where it ends."""
+    gatherer, it = StatsGatherer(100, 0), request(prompt=[0] * 7, max_tokens=50)
+    it.arrival_s = 10.0
+    gatherer.on_step(["a"], 7, 11.0)
+    gatherer.on_output(it, output(it, 1), 13.0)
+    gatherer.on_step(["a"], 1, 13.0)
+    gatherer.on_output(it, output(it, 2), 14.0)
+    it.finish(FinishReason.LENGTH)
+    gatherer.on_output(it, output(it, 1), 16.0)
+    sums = {name: (h.count, h.sum) for name, h in gatherer.snapshot().histograms.items() if h.count}
+
+    assert {
+        "time_to_first_token_seconds": (1, 3.0),
+        "inter_token_latency_seconds": (2, 3.0),
+        "request_time_per_output_token_seconds": (1, 1.0),
+        "e2e_request_latency_seconds": (1, 6.0),
+        "request_queue_time_seconds": (1, 1.0),
+        "request_prefill_time_seconds": (1, 2.0),
+        "request_decode_time_seconds": (1, 3.0),
+        "request_inference_time_seconds": (1, 5.0),
+        "request_prompt_tokens": (1, 7.0),
+        "request_generation_tokens": (1, 4.0),
+        "request_max_num_generation_tokens": (1, 4.0),
+        "request_params_max_tokens": (1, 50.0),
+        "request_params_n": (1, 1.0),
+        "request_prefill_kv_computed_tokens": (1, 7.0),
+        "request_num_preemptions": (1, 0.0),
+        "iteration_tokens_total": (2, 8.0),
+    } == sums
+
+
+def test_prompt_tokens_count_once_and_with_their_source():
+    gatherer, it = StatsGatherer(100, 0), request(prompt=[0] * 7, max_tokens=50)
+    it.num_cached_tokens = 4
+    gatherer.on_step(["a"], 7, 0.0)
+    assert 0 == gatherer.snapshot().num_prompt_tokens
+    gatherer.on_output(it, output(it, 1), 0.0)
+    gatherer.on_step(["a"], 8, 0.0)  # recomputed after a preemption
+    gatherer.on_output(it, output(it, 2), 0.0)
+    stats = gatherer.snapshot()
+
+    assert (7, 3) == (stats.num_prompt_tokens, stats.num_generation_tokens)
+    assert {"local_compute": 3, "local_cache_hit": 4, "external_kv_transfer": 0} == stats.prompt_tokens_by_source
+
+
+def test_a_failed_or_aborted_request_counts_as_such_and_leaves_no_latencies():
+    gatherer = StatsGatherer(100, 0)
+    for reason in (FinishReason.ABORT, FinishReason.ERROR):
+        it = request(reason.value)
+        it.finish(reason)
+        gatherer.on_finish(it, 1.0)
+    stats = gatherer.snapshot()
+
+    assert {"stop": 0, "length": 0, "abort": 1, "error": 1, "repetition": 0} == stats.finished
+    assert 0 == sum(histogram.count for histogram in stats.histograms.values())
+
+
+def test_an_id_that_is_used_again_starts_over():
+    gatherer = StatsGatherer(100, 0)
+    for arrival_s in (0.0, 10.0):
+        it = request(max_tokens=1)
+        it.arrival_s = arrival_s
+        gatherer.on_step(["a"], 1, arrival_s)
+        it.finish(FinishReason.LENGTH)
+        gatherer.on_output(it, output(it, 1), arrival_s + 1)
+    ttft = gatherer.snapshot().histograms["time_to_first_token_seconds"]
+
+    assert (2, 2.0, 1.0) == (ttft.count, ttft.sum, bucket_of(ttft))
+
+
+def test_a_single_token_has_no_time_per_output_token():
+    gatherer, it = StatsGatherer(100, 0), request(max_tokens=1)
+    gatherer.on_step(["a"], 1, 0.0)
+    it.finish(FinishReason.LENGTH)
+    gatherer.on_output(it, output(it, 1), 1.0)
+
+    assert 0 == gatherer.snapshot().histograms["request_time_per_output_token_seconds"].count
+
+
+def test_drafts_count_by_request_token_and_position():
+    gatherer = StatsGatherer(100, 3)
+    gatherer.on_drafts([3, 2], [2, 0])
+    gatherer.on_drafts([3], [3])
+    stats = gatherer.snapshot()
+
+    assert (3, 8, 5, (2, 2, 1)) == (
+        stats.num_drafts,
+        stats.num_draft_tokens,
+        stats.num_accepted_tokens,
+        stats.accepted_per_position,
+    )
+    assert 5 / 8 == stats.acceptance_rate
+
+
+def test_a_script_may_draft_more_than_there_are_positions():
+    gatherer = StatsGatherer(100, 1)
+    gatherer.on_drafts([4], [3])
+
+    assert (1, 1, 1, 0) == gatherer.snapshot().accepted_per_position
+
+
+def test_the_acceptance_rate_is_that_of_the_last_steps_that_drafted():
+    gatherer = StatsGatherer(100, 2)
+    assert 0.0 == gatherer.snapshot().acceptance_rate
+    gatherer.on_drafts([2], [0])
+    for _ in range(ACCEPTANCE_WINDOW_STEPS - 1):
+        gatherer.on_drafts([2], [2])
+        gatherer.on_drafts([], [])  # a step without drafts pushes nothing out
+    assert 1.0 > gatherer.snapshot().acceptance_rate
+    gatherer.on_drafts([2], [2])
+
+    assert 1.0 == gatherer.snapshot().acceptance_rate
+
+
+def test_a_snapshot_does_not_change_behind_its_readers_back():
+    gatherer = StatsGatherer(100, 2)
+    before = gatherer.snapshot(num_running=3)
+    gatherer.on_drafts([2], [1])
+    gatherer.on_step(["a"], 5, 0.0)
+
+    assert (0, 0, (0, 0)) == (
+        before.num_draft_tokens,
+        before.histograms["iteration_tokens_total"].count,
+        before.accepted_per_position,
+    )
+    assert 3 == before.num_running
+    with pytest.raises(FrozenInstanceError):
+        before.num_running = 4  # type: ignore[misc]
+
+
+def test_before_anything_all_is_zero():
+    stats = EngineStats()
+
+    assert (0, 0.0, {}) == (stats.num_generation_tokens, stats.acceptance_rate, stats.histograms)
