@@ -1,5 +1,7 @@
 """The embedded model: target and draft lie in the package, load, and fit each other and the byte tokenizer."""
 
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
 from core.model import tiny
 from core.model.weights import load_model_files
 from core.tokenizer import ByteTokenizer
@@ -21,5 +23,9 @@ def test_both_together_are_small() -> None:
     assert sum(file.stat().st_size for file in files) <= MAX_BYTES
 
 
-def test_chat_template_ends_a_turn_with_the_end_token() -> None:
-    assert "eos_token" in tiny.chat_template() or ByteTokenizer.END_TEXT in tiny.chat_template()
+def test_chat_template_writes_the_form_it_was_trained_on() -> None:
+    messages = [{"role": "system", "content": "A story."}, {"role": "user", "content": "Who is Tom?"}]
+    template = ImmutableSandboxedEnvironment().from_string(tiny.chat_template())
+
+    assert "A story.\nUser: Who is Tom?\nAssistant: " == template.render(messages=messages, add_generation_prompt=True)
+    assert "A story.\nUser: Who is Tom?\n" == template.render(messages=messages, add_generation_prompt=False)
