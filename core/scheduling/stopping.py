@@ -34,10 +34,10 @@ def find_stop(text: str, stops: tuple[str, ...], num_seen: int) -> tuple[int, st
 
 
 def partial_stop_length(text: str, stops: tuple[str, ...]) -> int:
-    """Length of the longest tail of `text` that is the beginning of a stop string."""
+    """Length of the longest tail of `text` that is the beginning of a stop string, and not a whole one."""
     longest = max((len(stop) for stop in stops), default=0)
     for length in range(min(len(text), longest - 1), 0, -1):
-        if any(stop.startswith(text[-length:]) for stop in stops):
+        if any(len(stop) > length and stop.startswith(text[-length:]) for stop in stops):
             return length
     return 0
 

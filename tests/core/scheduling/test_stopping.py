@@ -152,6 +152,13 @@ def test_what_may_become_a_stop_string_is_held_back_and_let_go_when_it_does_not(
     assert [1, 2, 3, 4, 5] == [output.num_generated_tokens for output in outputs]
 
 
+def test_a_whole_stop_string_that_must_not_stop_yet_holds_nothing_back():
+    """The b falls under min_tokens; it cannot become the longer stop string either."""
+    outputs = said(["b", "a"], stop=("b", "aa"), min_tokens=1)
+
+    assert ["b", "a"] == [output.text for output in outputs]
+
+
 def test_what_is_held_back_at_the_end_is_said():
     assert "aSTO" == text_of(said(["a", "ST", "O"], stop=("STOP",)))
 
