@@ -32,9 +32,13 @@ EXIT_FAILED = 1
 SWITCH_INTERVAL_S = 0.0005
 
 
+_SHOWN = int | float | str  # a default of None, or one that is worked out, is told in words
+
+
 def _option(name: str, annotation: Any, description: str, default: Any) -> Any:
     """A field of Settings as a flag. Values go over as text: Settings parses and judges them, like variables."""
-    shown = "" if default in (None, (), False) or callable(default) else f" [default: {default}]"
+    default = ", ".join(default) if isinstance(default, tuple) else default
+    shown = f" [default: {default}]" if default != "" and default is not False and isinstance(default, _SHOWN) else ""
     text = f"{description}{shown} [{ENV_PREFIX}{name.upper()}]"
     if annotation is bool:
         return Annotated[bool | None, typer.Option(f"{flag_of(name)}/{flag_of('no_' + name)}", help=text)]

@@ -10,7 +10,7 @@ import threading
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Self
 
 import httpx
 from prometheus_client.parser import text_string_to_metric_families
@@ -54,7 +54,7 @@ def make_engine(execute: Execute = count_only, **fields: Any) -> Engine:
 class Gate:
     """An `execute` that computes nothing and waits before each step until it is let through.
 
-    `open` lets everything through, also when the test has failed: leave it with `with`.
+    Enter it inside whatever runs the engine: leaving opens it, so that the engine can end also when a test has failed.
     """
 
     def __init__(self) -> None:
@@ -80,10 +80,10 @@ class Gate:
         while self.num_arrived < num_steps:
             await asyncio.sleep(0)
 
-    def __enter__(self) -> "Gate":
+    async def __aenter__(self) -> Self:
         return self
 
-    def __exit__(self, *exc_info: object) -> None:
+    async def __aexit__(self, *exc_info: object) -> None:
         self.open()
 
 

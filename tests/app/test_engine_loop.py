@@ -56,19 +56,19 @@ async def test_every_sequence_of_a_stream_runs_to_its_end():
 
 
 async def test_beyond_the_queue_a_request_is_refused_and_told_to_come_back():
-    with Gate() as gate:
-        async with running(make_engine(gate, max_num_seqs=1), max_queue=1) as loop:
-            loop.submit([new_request("runs")])
-            await gate.until_arrived(1)
-            loop.submit([new_request("waits")])
+    gate = Gate()
+    async with running(make_engine(gate, max_num_seqs=1), max_queue=1) as loop, gate:
+        loop.submit([new_request("runs")])
+        await gate.until_arrived(1)
+        loop.submit([new_request("waits")])
 
-            with pytest.raises(ApiError) as refusal:
-                loop.submit([new_request("too many")])
+        with pytest.raises(ApiError) as refusal:
+            loop.submit([new_request("too many")])
 
-            assert (503, "queue_full") == (refusal.value.status, refusal.value.code)
-            assert "Retry-After" in refusal.value.headers
-            assert 1 == loop.num_rejections
-            gate.open()
+        assert (503, "queue_full") == (refusal.value.status, refusal.value.code)
+        assert "Retry-After" in refusal.value.headers
+        assert 1 == loop.num_rejections
+        gate.open()
 
 
 async def test_places_in_the_batch_count_beside_the_queue():
@@ -98,40 +98,40 @@ async def test_more_sequences_than_could_ever_wait_are_the_callers_mistake():
 
 
 async def test_a_closed_stream_frees_its_blocks_without_another_step():
-    with Gate() as gate:
-        engine = make_engine(gate)
-        async with running(engine) as loop:
-            stream = loop.submit([new_request("a", max_tokens=40)])
-            gate.let_through(1)
-            await anext(stream)
-            await gate.until_arrived(2)
+    gate = Gate()
+    engine = make_engine(gate)
+    async with running(engine) as loop, gate:
+        stream = loop.submit([new_request("a", max_tokens=40)])
+        gate.let_through(1)
+        await anext(stream)
+        await gate.until_arrived(2)
 
-            stream.close()
-            gate.let_through(1)  # the step that was under way
-            await until_settled(loop)
+        stream.close()
+        gate.let_through(1)  # the step that was under way
+        await until_settled(loop)
 
-            assert 2 == gate.num_arrived
-            assert (0, 0, 64) == (engine.stats.num_running, engine.stats.num_waiting, engine.stats.kv_blocks_free)
+        assert 2 == gate.num_arrived
+        assert (0, 0, 64) == (engine.stats.num_running, engine.stats.num_waiting, engine.stats.kv_blocks_free)
 
 
 async def test_a_request_left_while_it_waits_is_never_computed():
-    with Gate() as gate:
-        engine = make_engine(gate, max_num_seqs=1)
-        async with running(engine) as loop:
-            first = loop.submit([new_request("first", num_prompt_tokens=3)])
-            await gate.until_arrived(1)
-            queued = loop.submit([new_request("queued", num_prompt_tokens=5)])
-            gate.let_through(1)
-            await gate.until_arrived(2)  # by now the engine has taken it in
-            fresh = loop.submit([new_request("fresh", num_prompt_tokens=7)])
-            queued.close()
-            fresh.close()
-            gate.open()
-            await read_all(first)
-            await until_settled(loop)
+    gate = Gate()
+    engine = make_engine(gate, max_num_seqs=1)
+    async with running(engine) as loop, gate:
+        first = loop.submit([new_request("first", num_prompt_tokens=3)])
+        await gate.until_arrived(1)
+        queued = loop.submit([new_request("queued", num_prompt_tokens=5)])
+        gate.let_through(1)
+        await gate.until_arrived(2)  # by now the engine has taken it in
+        fresh = loop.submit([new_request("fresh", num_prompt_tokens=7)])
+        queued.close()
+        fresh.close()
+        gate.open()
+        await read_all(first)
+        await until_settled(loop)
 
-            assert 3 == engine.stats.num_prompt_tokens
-            assert {"abort": 2, "length": 1} == {k: v for k, v in engine.stats.finished.items() if v}
+        assert 3 == engine.stats.num_prompt_tokens
+        assert {"abort": 2, "length": 1} == {k: v for k, v in engine.stats.finished.items() if v}
 
 
 async def test_a_reader_that_stops_reading_is_aborted_and_others_go_on():
@@ -148,14 +148,14 @@ async def test_a_reader_that_stops_reading_is_aborted_and_others_go_on():
 
 
 async def test_a_stream_without_news_gives_signs_of_life():
-    with Gate() as gate:
-        async with running(make_engine(gate), idle_s=0) as loop:
-            stream = loop.submit([new_request("a")])
+    gate = Gate()
+    async with running(make_engine(gate), idle_s=0) as loop, gate:
+        stream = loop.submit([new_request("a")])
 
-            assert [] == await anext(stream)
-            assert [] == await anext(stream)
-            gate.open()
-            assert 4 == (await read_all(stream))[-1].num_generated_tokens
+        assert [] == await anext(stream)
+        assert [] == await anext(stream)
+        gate.open()
+        assert 4 == (await read_all(stream))[-1].num_generated_tokens
 
 
 def break_down(plan: SchedulerOutput) -> ModelRunnerOutput:
@@ -226,11 +226,11 @@ async def test_drain_waits_for_open_streams_and_takes_nothing_new():
 
 
 async def test_drain_cuts_what_is_still_open_in_the_end():
-    with Gate() as gate:
-        async with running(make_engine(gate)) as loop:
-            stream = loop.submit([new_request("a")])
-            await loop.drain(timeout_s=0)
+    gate = Gate()
+    async with running(make_engine(gate)) as loop, gate:
+        stream = loop.submit([new_request("a")])
+        await loop.drain(timeout_s=0)
 
-            with pytest.raises(ApiError, match="shutting down"):
-                await anext(stream)
-            gate.open()
+        with pytest.raises(ApiError, match="shutting down"):
+            await anext(stream)
+        gate.open()

@@ -85,18 +85,18 @@ async def test_histograms_are_cumulative_and_end_with_infinity():
 
 
 async def test_gauges_show_what_runs_and_what_waits():
-    with Gate() as gate:
-        gate.let_through(1)
-        async with live(make_engine(gate, max_num_seqs=1), max_num_seqs=1) as server:
-            body = {"prompt": "12345", "stream": True, "max_tokens": 3}
-            async with server.client.stream("POST", "/v1/completions", json=body):
-                await gate.until_arrived(2)
-                queued = asyncio.create_task(server.complete(prompt="p"))
-                while server.service.loop.num_in_inbox == 0:
-                    await asyncio.sleep(0)
-                found = await server.metrics()
-            gate.open()
-            await queued
+    gate = Gate()
+    gate.let_through(1)
+    async with live(make_engine(gate, max_num_seqs=1), max_num_seqs=1) as server, gate:
+        body = {"prompt": "12345", "stream": True, "max_tokens": 3}
+        async with server.client.stream("POST", "/v1/completions", json=body):
+            await gate.until_arrived(2)
+            queued = asyncio.create_task(server.complete(prompt="p"))
+            while server.service.loop.num_in_inbox == 0:
+                await asyncio.sleep(0)
+            found = await server.metrics()
+        gate.open()
+        await queued
 
     assert (1, 1) == (found["vllm:num_requests_running"], found["vllm:num_requests_waiting"])
     assert (2, 62) == (found["octavo:kv_blocks_used"], found["octavo:kv_blocks_free"])

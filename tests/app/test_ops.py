@@ -46,13 +46,13 @@ async def test_version_and_documentation_are_there():
 
 
 async def test_load_counts_open_requests():
-    with Gate() as gate:
-        gate.let_through(1)
-        async with live(make_engine(gate)) as server:
-            assert {"server_load": 0} == (await server.client.get("/load")).json()
-            async with server.client.stream("POST", "/v1/completions", json={"prompt": "p", "n": 2, "stream": True}):
-                assert {"server_load": 1} == (await server.client.get("/load")).json()
-            gate.open()
+    gate = Gate()
+    gate.let_through(1)
+    async with live(make_engine(gate)) as server, gate:
+        assert {"server_load": 0} == (await server.client.get("/load")).json()
+        async with server.client.stream("POST", "/v1/completions", json={"prompt": "p", "n": 2, "stream": True}):
+            assert {"server_load": 1} == (await server.client.get("/load")).json()
+        gate.open()
 
 
 async def test_tokens_of_a_text_and_back():

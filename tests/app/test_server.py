@@ -49,17 +49,17 @@ async def read(client: httpx.AsyncClient) -> str:
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 async def test_a_signal_lets_open_streams_end_and_the_exit_is_clean(number: signal.Signals):
-    with Gate() as gate:
-        async with serving(make_engine(gate), shutdown_timeout=30) as (server, client, task):
-            streams = [asyncio.create_task(read(client)) for _ in range(3)]
-            while app_loop(server).num_open_streams < 3:
-                await asyncio.sleep(0)
+    gate = Gate()
+    async with serving(make_engine(gate), shutdown_timeout=30) as (server, client, task), gate:
+        streams = [asyncio.create_task(read(client)) for _ in range(3)]
+        while app_loop(server).num_open_streams < 3:
+            await asyncio.sleep(0)
 
-            signal.raise_signal(number)
-            await asyncio.to_thread(_until_refused, client)
-            gate.open()
-            texts = await asyncio.gather(*streams)
-            await task
+        signal.raise_signal(number)
+        await asyncio.to_thread(_until_refused, client)
+        gate.open()
+        texts = await asyncio.gather(*streams)
+        await task
 
     assert [True] * 3 == [text.endswith("data: [DONE]\n\n") for text in texts]
     assert [True] * 3 == ['"finish_reason":"length"' in text for text in texts]
@@ -76,15 +76,15 @@ def _until_refused(client: httpx.AsyncClient) -> None:
 
 
 async def test_streams_that_do_not_end_in_time_are_told():
-    with Gate() as gate:
-        gate.let_through(1)
-        async with serving(make_engine(gate), shutdown_timeout=0) as (server, client, task):
-            stream = asyncio.create_task(read(client))
-            await gate.until_arrived(2)
-            server.should_exit = True
-            text = await stream
-            gate.open()
-            await task
+    gate = Gate()
+    gate.let_through(1)
+    async with serving(make_engine(gate), shutdown_timeout=0) as (server, client, task), gate:
+        stream = asyncio.create_task(read(client))
+        await gate.until_arrived(2)
+        server.should_exit = True
+        text = await stream
+        gate.open()
+        await task
 
     *_, error, done, _ = text.split("\n\n")
     assert "shutting_down" == json.loads(error.removeprefix("data: "))["error"]["code"]
@@ -107,11 +107,11 @@ class DiesAtStep:
 
 
 async def test_when_the_engine_dies_the_stream_is_told_and_the_exit_code_is_not_zero():
-    with Gate() as gate:
-        gate.open()
-        async with serving(make_engine(DiesAtStep(3, gate))) as (server, client, task):
-            text = await read(client)
-            await task
+    gate = Gate()
+    gate.open()
+    async with serving(make_engine(DiesAtStep(3, gate))) as (server, client, task), gate:
+        text = await read(client)
+        await task
 
     *_, error, done, _ = text.split("\n\n")
     assert "engine_dead" == json.loads(error.removeprefix("data: "))["error"]["code"]

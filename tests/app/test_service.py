@@ -40,13 +40,13 @@ async def leave_while_running(server: RunningServer, gate: Gate, *, stream: bool
 
 @pytest.mark.parametrize("stream", [True, False])
 async def test_a_client_that_leaves_takes_its_request_along(stream: bool):
-    with Gate() as gate:
-        async with live(make_engine(gate)) as server:
-            await leave_while_running(server, gate, stream=stream)
-            while server.service.loop.num_open_streams:
-                await asyncio.sleep(0)
-            gate.let_through(1)  # the step that was under way; there is no permit for another
-            found = await server.until_idle()
+    gate = Gate()
+    async with live(make_engine(gate)) as server, gate:
+        await leave_while_running(server, gate, stream=stream)
+        while server.service.loop.num_open_streams:
+            await asyncio.sleep(0)
+        gate.let_through(1)  # the step that was under way; there is no permit for another
+        found = await server.until_idle()
 
     assert 2 == gate.num_arrived
     assert (1, 64) == (found["vllm:request_success_total{finished_reason=abort}"], found["octavo:kv_blocks_free"])
@@ -54,20 +54,20 @@ async def test_a_client_that_leaves_takes_its_request_along(stream: bool):
 
 @pytest.mark.parametrize("stream", [True, False])
 async def test_a_client_that_leaves_the_queue_is_never_served(stream: bool):
-    with Gate() as gate:
-        async with live(make_engine(gate, max_num_seqs=1), max_num_seqs=1) as server:
-            first = asyncio.create_task(server.complete(prompt="123", max_tokens=4))
-            await gate.until_arrived(1)
-            queued = asyncio.create_task(server.complete(prompt="12345", max_tokens=4, stream=stream))
-            while server.service.loop.num_in_inbox == 0:
-                await asyncio.sleep(0)
-            queued.cancel()
-            await asyncio.gather(queued, return_exceptions=True)
-            while server.service.loop.num_open_streams > 1:
-                await asyncio.sleep(0)
-            gate.open()
-            await first
-            found = await server.until_idle()
+    gate = Gate()
+    async with live(make_engine(gate, max_num_seqs=1), max_num_seqs=1) as server, gate:
+        first = asyncio.create_task(server.complete(prompt="123", max_tokens=4))
+        await gate.until_arrived(1)
+        queued = asyncio.create_task(server.complete(prompt="12345", max_tokens=4, stream=stream))
+        while server.service.loop.num_in_inbox == 0:
+            await asyncio.sleep(0)
+        queued.cancel()
+        await asyncio.gather(queued, return_exceptions=True)
+        while server.service.loop.num_open_streams > 1:
+            await asyncio.sleep(0)
+        gate.open()
+        await first
+        found = await server.until_idle()
 
     assert 3 == found["vllm:prompt_tokens_total"]
     assert 1 == found["vllm:request_success_total{finished_reason=abort}"]

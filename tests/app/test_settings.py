@@ -26,6 +26,13 @@ def test_a_flag_beats_its_variable_and_a_variable_the_default(monkeypatch: pytes
     assert (3, 9000, "0.0.0.0") == (settings.max_num_seqs, settings.port, settings.host)
 
 
+def test_a_flag_that_says_no_beats_a_variable_that_says_yes(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("OCTAVO_PROTECT_METRICS", "1")
+
+    assert load_settings({}).protect_metrics
+    assert not load_settings({"protect_metrics": False}).protect_metrics
+
+
 def test_lists_are_repeated_flags_or_commas(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("OCTAVO_API_KEY", "one, two")
 
