@@ -249,14 +249,12 @@ def law_after_steps(
     rule: Rule, target: Laws, draft: Laws, num_drafts: int, length: int, num_steps: int, context: tuple[int, ...] = ()
 ) -> dict[tuple[int, ...], float]:
     """The law of the first `length` tokens when `num_steps` speculative steps run and the target writes the rest."""
-    if length <= 0:
-        return {(): 1.0}
+    if num_steps == 0 or length <= 0:
+        return law_of_sequences(target, max(0, length), context)
     law: dict[tuple[int, ...], float] = {}
-    step = step_law(rule, target, draft, num_drafts, context) if num_steps else law_of_sequences(target, 1, context)
-    for emitted, chance in step.items():
-        after = (*context, *emitted)
-        rest_law = law_after_steps(rule, target, draft, num_drafts, length - len(emitted), num_steps - 1, after)
-        for rest, weight in (rest_law if num_steps else law_of_sequences(target, length - len(emitted), after)).items():
+    for emitted, chance in step_law(rule, target, draft, num_drafts, context).items():
+        after, missing = (*context, *emitted), length - len(emitted)
+        for rest, weight in law_after_steps(rule, target, draft, num_drafts, missing, num_steps - 1, after).items():
             tokens = (*emitted, *rest)[:length]
             law[tokens] = law.get(tokens, 0.0) + chance * weight
     return law

@@ -1,0 +1,310 @@
+"""Acceptance: the exact law of what a step emits is the target's, and as many drafts are kept as theory says."""
+
+from functools import cache, partial
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from core.decoding.speculative import draw, speculative_accept, verify_drafts
+from tests import oracle
+from tests.oracle import Doubles, Ints, Laws, Rule
+
+
+def plain_rule(
+    draft_RK: Ints, target_RKV: Doubles, draft_RKV: Doubles, uniforms_RK: Doubles, *, broken: str = ""
+) -> tuple[Ints, Ints]:
+    """Leviathan's algorithm 1, a request at a time; `broken` names a well-known way of getting it wrong."""
+    results = [
+        _plain_step(*arrays, broken=broken) for arrays in zip(draft_RK, target_RKV, draft_RKV, uniforms_RK, strict=True)
+    ]
+    return np.array([num for num, _ in results]), np.array([token for _, token in results])
+
+
+def _plain_step(
+    draft_K: Ints, target_KV: Doubles, draft_KV: Doubles, uniforms_K: Doubles, *, broken: str
+) -> tuple[int, int]:
+    for i, token in enumerate(draft_K):
+        target, drafted = target_KV[i, token], draft_KV[i, token]
+        if broken == "ratio turned round":
+            target, drafted = drafted, target
+        if uniforms_K[i] * drafted >= target:
+            residual_V = np.maximum(target_KV[i] - draft_KV[i], 0)
+            if broken == "residual from the target" or not residual_V.any():
+                residual_V = target_KV[i]
+            return i, _inverted(residual_V, uniforms_K[-1])
+    law_V = draft_KV[-1] if broken == "bonus from the draft" else target_KV[len(draft_K)]
+    return len(draft_K), _inverted(law_V, uniforms_K[-1])
+
+
+def _inverted(weights_V: Doubles, uniform: float) -> int:
+    sums_V = weights_V.cumsum()
+    return int(np.searchsorted(sums_V, uniform * sums_V[-1], side="right").clip(0, np.flatnonzero(weights_V)[-1]))
+
+
+def markov(rows: object) -> Laws:
+    table = np.array(rows, np.float64)
+    return lambda context: table[context[-1] if context else 0]
+
+
+def constant(law: object) -> Laws:
+    law_V = np.array(law, np.float64)
+    return lambda context: law_V
+
+
+def with_memory(seed: int, vocab_size: int, *, zeros: bool = False) -> Laws:
+    """A random law after every context, each its own; with zeros, some tokens cannot come."""
+
+    @cache
+    def law_after(context: tuple[int, ...]) -> Doubles:
+        rng = np.random.default_rng([seed, len(context), *context])
+        weights = rng.exponential(size=vocab_size)
+        if zeros:
+            weights[rng.permutation(vocab_size)[: rng.integers(0, vocab_size)]] = 0
+        return np.asarray(weights / weights.sum())
+
+    return law_after
+
+
+# Fixtures with published or closed-form numbers: THEORY B3 and B4a.
+F1 = constant([0.5, 0.3, 0.15, 0.05]), constant([0.3, 0.3, 0.2, 0.2])
+F2 = constant([0.40, 0.25, 0.15, 0.12, 0.08]), constant([0.10, 0.15, 0.20, 0.25, 0.30])
+ZIPF = 1 / np.arange(1, 7)
+F4 = constant(ZIPF / ZIPF.sum()), constant(np.full(6, 1 / 6))
+TOY = constant([1 / 3, 2 / 3]), constant([2 / 3, 1 / 3])
+MARKOV = (
+    markov([[0.5, 0.3, 0.15, 0.05], [0.1, 0.6, 0.2, 0.1], [0.25] * 4, [0.05, 0.05, 0.1, 0.8]]),
+    markov([[0.3, 0.3, 0.2, 0.2], [0.2, 0.4, 0.3, 0.1], [0.4, 0.3, 0.2, 0.1], [0.1, 0.2, 0.2, 0.5]]),
+)
+FIXTURES = {"F1": F1, "F2": F2, "F4": F4, "toy": TOY, "markov": MARKOV}
+
+
+def error_of(rule: Rule, target: Laws, draft: Laws, num_drafts: int, num_steps: int = 1) -> float:
+    """Total variation between the first num_drafts + 1 tokens' law and the target's."""
+    length = num_drafts + 1
+    emitted = oracle.law_after_steps(rule, target, draft, num_drafts, length, num_steps)
+    return oracle.total_variation(oracle.law_of_sequences(target, length), emitted)
+
+
+def accepted(rule: Rule, target: Laws, draft: Laws, num_drafts: int) -> float:
+    return sum((len(emitted) - 1) * p for emitted, p in oracle.step_law(rule, target, draft, num_drafts).items())
+
+
+@pytest.mark.parametrize("name", FIXTURES)
+@pytest.mark.parametrize("num_drafts", [0, 1, 2, 3])
+def test_a_step_emits_the_targets_law(name: str, num_drafts: int) -> None:
+    assert error_of(verify_drafts, *FIXTURES[name], num_drafts) < 1e-12
+
+
+@pytest.mark.parametrize("name", ["F1", "toy", "markov"])
+@pytest.mark.parametrize("num_drafts", [1, 2])
+def test_two_steps_emit_the_targets_law(name: str, num_drafts: int) -> None:
+    """What a step rejected and gave up is made good by the next, whatever the first emitted."""
+    assert error_of(verify_drafts, *FIXTURES[name], num_drafts, num_steps=2) < 1e-12
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_random_laws_with_memory_are_kept_over_two_steps(seed: int) -> None:
+    target = with_memory(seed, 3, zeros=seed % 3 == 1)
+    draft = with_memory(100 + seed, 3, zeros=seed % 3 == 2)
+    for num_drafts in (1, 2):
+        assert error_of(verify_drafts, target, draft, num_drafts, num_steps=2) < 1e-12
+
+
+def test_four_drafts_on_the_theory_pair_keep_the_law_and_its_tokens() -> None:
+    assert error_of(verify_drafts, *F1, 4) < 1e-12
+    assert 3.3616 == pytest.approx(1 + accepted(verify_drafts, *F1, 4), abs=1e-9)
+
+
+@pytest.mark.parametrize("broken", ["ratio turned round", "residual from the target", "bonus from the draft"])
+@pytest.mark.parametrize("name", ["F1", "F2", "toy", "markov"])
+def test_well_known_mistakes_do_not_keep_the_law(broken: str, name: str) -> None:
+    assert error_of(partial(plain_rule, broken=broken), *FIXTURES[name], 2) > 1e-3
+
+
+def test_noise_used_by_two_steps_does_not_keep_the_law() -> None:
+    """Why draws are keyed by where a verification starts: with the first step's draws the second is biased."""
+    target, draft = markov([[0.5, 0.5], [0.9, 0.1]]), markov([[0.8, 0.2], [0.3, 0.7]])
+    edges = [*np.linspace(0, 1, 11), 0.2 / 0.5, 0.5 / 0.8, 0.3 / 0.9, 0.1 / 0.7, 0.5 / 0.8]
+
+    def two_steps(second_is_fresh: bool) -> dict[tuple[int, ...], float]:
+        law: dict[tuple[int, ...], float] = {}
+        middles, lengths = oracle.cells(edges)
+        for u, length in zip(middles, lengths, strict=True):
+            again = zip(middles, lengths, strict=True) if second_is_fresh else [(u, 1.0)]
+            for v, other_length in again:
+                for tokens, chance in _two_drafted_steps(target, draft, u, v):
+                    law[tokens] = law.get(tokens, 0.0) + chance * length * other_length
+        return law
+
+    expected = oracle.law_of_sequences(target, 2)
+    assert oracle.total_variation(expected, two_steps(second_is_fresh=True)) < 1e-12
+    assert oracle.total_variation(expected, two_steps(second_is_fresh=False)) > 1e-2
+
+
+def _two_drafted_steps(target: Laws, draft: Laws, u: float, v: float) -> list[tuple[tuple[int, ...], float]]:
+    """First two tokens when one draft is judged with u, and the next, if the first was refused, with v.
+
+    The bonus is integrated over draws of its own.
+    """
+    outcomes = []
+    middles, lengths = oracle.cells(np.concatenate([target((i,)).cumsum() for i in range(2)]))
+    for first, chance in enumerate(draft(())):
+        for b, b_length in zip(middles, lengths, strict=True):
+            one = _single(target, draft, (), first, u, b)
+            if len(one) == 2:
+                outcomes.append((one, chance * b_length))
+                continue
+            for second, other in enumerate(draft(one)):
+                for c, c_length in zip(middles, lengths, strict=True):
+                    two = (*one, *_single(target, draft, one, second, v, c))[:2]
+                    outcomes.append((two, chance * b_length * other * c_length))
+    return outcomes
+
+
+def _single(target: Laws, draft: Laws, context: tuple[int, ...], token: int, u: float, b: float) -> tuple[int, ...]:
+    laws = np.stack([target(context), target((*context, token))])[None]
+    num, bonus = verify_drafts(np.array([[token]]), laws, draft(context)[None, None], np.array([[u, b]]))
+    return (token, int(bonus[0])) if num[0] else (int(bonus[0]),)
+
+
+@pytest.mark.parametrize("alpha", [0.5, 0.6, 0.7, 0.8, 0.9])
+@pytest.mark.parametrize("num_drafts", [1, 2, 3, 4, 5, 7])
+def test_tokens_a_step_are_the_geometric_sum(alpha: float, num_drafts: int) -> None:
+    target, draft = constant([0.95, 0.05]), constant([alpha - 0.05, 1.05 - alpha])
+    expected = oracle.expected_tokens(alpha, num_drafts)
+    assert expected == pytest.approx(1 + accepted(verify_drafts, target, draft, num_drafts), abs=1e-9)
+
+
+@pytest.mark.parametrize(
+    ("alpha", "num_drafts", "published"),
+    [(0.5, 4, 1.9375), (0.6, 3, 2.176), (0.7, 2, 2.19), (0.8, 4, 3.3616), (0.8, 8, 4.3289), (0.9, 7, 5.6953)],
+)
+def test_geometric_sum_is_the_published_table(alpha: float, num_drafts: int, published: float) -> None:
+    assert published == pytest.approx(oracle.expected_tokens(alpha, num_drafts), abs=5e-5)
+
+
+@pytest.mark.parametrize(
+    ("name", "num_drafts", "expected"),
+    [
+        ("toy", 2, 10 / 9),
+        ("toy", 3, 38 / 27),
+        ("toy", 4, 130 / 81),
+        ("toy", 5, 422 / 243),
+        ("markov", 2, 1.435),
+        ("markov", 3, 1.9345),
+        ("markov", 4, 2.32515),
+        ("F1", 1, 0.8),
+        ("F2", 1, 0.6),
+        ("F4", 1, 0.721088),
+    ],
+)
+def test_accepted_drafts_are_those_of_the_token_rule(name: str, num_drafts: int, expected: float) -> None:
+    assert expected == pytest.approx(accepted(verify_drafts, *FIXTURES[name], num_drafts), abs=1e-6)
+
+
+def test_acceptance_is_one_minus_total_variation() -> None:
+    for seed in range(20):
+        target, draft = with_memory(seed, 5), with_memory(seed + 50, 5)
+        expected = np.minimum(target(()), draft(())).sum()
+        assert expected == pytest.approx(accepted(verify_drafts, target, draft, 1), abs=1e-12)
+
+
+class Numbers:
+    """A source of given numbers that counts how many were taken."""
+
+    def __init__(self, numbers: Doubles) -> None:
+        self.left = list(numbers)
+
+    def random(self) -> float:
+        return float(self.left.pop(0))
+
+
+def random_case(
+    seed: int, vocab_size: int, num_requests: int, num_drafts: int
+) -> tuple[Ints, Doubles, Doubles, Doubles]:
+    rng = np.random.default_rng(seed)
+    target = rng.exponential(size=(num_requests, num_drafts + 1, vocab_size)) ** 3
+    drafts = rng.exponential(size=(num_requests, num_drafts, vocab_size)) ** 3
+    target *= rng.random(target.shape) < 0.8
+    target[..., 0] += 1e-3
+    target /= target.sum(axis=-1, keepdims=True)
+    drafts /= drafts.sum(axis=-1, keepdims=True)
+    tokens = rng.integers(0, vocab_size, (num_requests, num_drafts))
+    return tokens, target, drafts, rng.random((num_requests, num_drafts + 1))
+
+
+cases = st.tuples(st.integers(0, 10**6), st.integers(1, 9), st.integers(1, 6), st.integers(0, 5))
+
+
+@given(case=cases)
+def test_batch_of_requests_is_the_rule_for_each(case: tuple[int, int, int, int]) -> None:
+    arrays = random_case(*case)
+    num_accepted, bonus = verify_drafts(*arrays)
+    for i, (tokens, target, drafts, uniforms) in enumerate(zip(*arrays, strict=True)):
+        source = Numbers(uniforms)
+        assert (num_accepted[i], bonus[i]) == speculative_accept(tokens, target, drafts, source)
+        assert [] == source.left  # K + 1 draws, whatever happens
+
+
+@given(case=cases)
+def test_equals_the_plain_algorithm(case: tuple[int, int, int, int]) -> None:
+    arrays = random_case(*case)
+    for expected, got in zip(plain_rule(*arrays), verify_drafts(*arrays), strict=True):
+        assert expected.tolist() == got.tolist()
+
+
+def test_token_of_chance_zero_is_never_emitted() -> None:
+    target = np.array([[[0.0, 0.5, 0.5, 0.0]] * 2])
+    drafts = np.array([[[0.5, 0.0, 0.0, 0.5]]])
+    for uniform in (0.0, 0.5, 1 - 2**-53):
+        for token in (0, 3):
+            num, bonus = verify_drafts(np.array([[token]]), target, drafts, np.array([[0.0, uniform]]))
+            assert (0, True) == (num[0], bonus[0] in (1, 2))
+
+
+@pytest.mark.parametrize("uniform", [0.0, 1e-300, 0.25, 0.5, 1 - 2**-53])
+def test_draw_inverts_the_running_sum_and_skips_zeros(uniform: float) -> None:
+    weights_V = np.array([0.0, 3.0, 0.0, 1.0, 0.0])
+    assert [3 if uniform >= 0.75 else 1] == draw(weights_V[None], np.array([uniform])).tolist()
+
+
+def test_draw_stays_within_weights_so_small_that_the_threshold_rounds_up() -> None:
+    assert [1] == draw(np.array([[0.0, 5e-324, 0.0]]), np.array([0.9])).tolist()
+
+
+def test_equal_laws_accept_everything() -> None:
+    law = constant(np.random.default_rng(0).dirichlet(np.ones(5)))
+    assert 2 == pytest.approx(accepted(verify_drafts, law, law, 2))
+
+
+def test_refusal_that_only_rounding_caused_draws_from_the_target() -> None:
+    """The target's law is nowhere above the draft's, so there is no residual."""
+    target, drafts = np.array([[[0.25, 0.75]] * 2]), np.array([[[0.25, 0.75 + 2**-50]]])
+    num, bonus = verify_drafts(np.array([[1]]), target, drafts, np.array([[1 - 2**-53, 0.1]]))
+    assert (0, 0) == (num[0], bonus[0])
+
+
+@pytest.mark.parametrize(
+    ("tokens", "target_shape", "draft_shape", "message"),
+    [
+        ([0, 1], (2, 4), (2, 4), "target_probs has shape"),
+        ([0, 1], (3, 4), (1, 4), "draft_probs has shape"),
+        ([0, 1], (3, 4), (2, 5), "draft_probs has shape"),
+        ([0], (8,), (1, 4), "target_probs has shape"),
+        ([4], (2, 4), (1, 4), "pass the vocabulary of 4"),
+        ([-1], (2, 4), (1, 4), "pass the vocabulary of 4"),
+    ],
+)
+def test_shapes_that_disagree_are_refused(
+    tokens: list[int], target_shape: tuple[int, ...], draft_shape: tuple[int, ...], message: str
+) -> None:
+    source = Numbers(np.zeros(9))
+    with pytest.raises(ValueError, match=message):
+        speculative_accept(tokens, np.full(target_shape, 0.25), np.full(draft_shape, 0.25), source)
+    assert 9 == len(source.left)
+
+
+def test_no_drafts_is_a_draw_from_the_target() -> None:
+    assert (0, 2) == speculative_accept([], [[0.25, 0.25, 0.5]], [], Numbers(np.array([0.7])))
