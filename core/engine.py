@@ -12,7 +12,7 @@ from dataclasses import replace
 import numpy as np
 
 from core.config import EngineConfig
-from core.errors import ContextLengthExceeded, EngineDead, InvalidRequest, InvariantViolation
+from core.errors import ContextLengthExceeded, EngineDead, InvalidRequest
 from core.memory.block_manager import BlockManager, blocks_needed
 from core.model.config import ModelConfig
 from core.request import NewRequest, Request, RequestOutput, SamplingParams
@@ -174,14 +174,15 @@ class Engine:
 
         Raises:
             EngineDead: the engine had ended before.
-            InvariantViolation, MemoryError: it ends now; nothing can be added or stepped any more.
+            InvariantViolation, MemoryError, and anything unforeseen: it ends now; nothing can be added or stepped any
+                more, for the books may have been left half written.
         """
         self._raise_if_dead()
         self._executed.clear()
         known = {s.request_id: s for s in self._scheduler.unfinished_requests()}
         try:
             self._scheduler.step()
-        except (InvariantViolation, MemoryError):
+        except BaseException:
             self._is_dead = True
             raise
         outputs = self._scheduler.take_outputs()

@@ -19,13 +19,15 @@ class RequestScript:
     """One request's script as token ids, and the bytes of those that only it knows.
 
     Raises:
-        InvalidRequest: an empty script, group or piece.
+        InvalidRequest: an empty script, group or piece, a piece without UTF-8, or a model without an end token.
     """
 
     def __init__(self, entries: Sequence[ScriptEntry], tokenizer: Tokenizer) -> None:
         groups = [entry if isinstance(entry, tuple) else (entry,) for entry in entries]
         if not groups or not all(groups) or not all(chain.from_iterable(groups)):
             raise InvalidRequest("script, or a group or piece in it, is empty", "script")
+        if not tokenizer.eos_token_ids:
+            raise InvalidRequest("script needs an end token behind its last piece, the model has none", "script")
         self._tokenizer = tokenizer
         self._own_bytes: dict[int, bytes] = {}
         self._token_ids = [self._token_id(piece) for group in groups for piece in group]
@@ -33,7 +35,7 @@ class RequestScript:
         self._end_token_id = min(tokenizer.eos_token_ids)
 
     def _token_id(self, piece: ScriptPiece) -> int:
-        data = piece.encode() if isinstance(piece, str) else piece
+        data = _utf8(piece) if isinstance(piece, str) else piece
         if isinstance(piece, str):
             ids = self._tokenizer.encode(piece, add_special_tokens=False)
             if len(ids) == 1 and self._tokenizer.token_bytes(ids[0]) in (data, b""):
@@ -54,6 +56,13 @@ class RequestScript:
     def token_bytes(self, token_id: int) -> bytes:
         """Bytes of a token, its own ones included."""
         return self._own_bytes.get(token_id) or self._tokenizer.token_bytes(token_id)
+
+
+def _utf8(piece: str) -> bytes:
+    try:
+        return piece.encode()
+    except UnicodeEncodeError as error:
+        raise InvalidRequest("script holds half of a surrogate pair, which is no character", "script") from error
 
 
 class ScriptedRunner:

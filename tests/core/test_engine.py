@@ -400,6 +400,17 @@ def test_a_result_for_nobody_ends_it():
         it.step()
 
 
+def test_what_nobody_foresaw_ends_it_too():
+    """More log-probabilities than tokens: the request is half advanced when that comes out."""
+    it = engine(lambda plan: ModelRunnerOutput({"a": SampledTokens([1], logprobs=[None, None])}))
+    it.add(new_request())
+
+    with pytest.raises(ValueError, match="zip"):
+        it.step()
+    with pytest.raises(EngineDead):
+        it.step()
+
+
 def test_text_is_what_the_tokens_say_and_stops_are_the_engines():
     it = engine(Talker({"a": bytes_of("say →STOP now")}))
     it.add(new_request(max_tokens=30, stop=("STOP",)))

@@ -21,6 +21,20 @@ def test_an_empty_script_group_or_piece_is_refused(entries: tuple[ScriptEntry, .
     assert "script" == refused.value.param
 
 
+def test_half_a_surrogate_pair_is_refused():
+    with pytest.raises(InvalidRequest, match="script holds half of a surrogate pair") as refused:
+        script("a", "\ud83d")
+    assert "script" == refused.value.param
+
+
+def test_a_model_without_an_end_token_takes_no_script():
+    endless = ByteTokenizer()
+    endless.eos_token_ids = frozenset()
+
+    with pytest.raises(InvalidRequest, match="script needs an end token behind its last piece"):
+        RequestScript(["a"], endless)
+
+
 def test_a_piece_that_is_a_token_of_the_vocabulary_is_that_token():
     assert [97] == list(script("a").group_at(0))
 
