@@ -252,6 +252,9 @@ class CountRequests:
 
         try:
             await self._app(scope, counting_receive, counting_send)
+        except Exception:
+            status = 500  # answered by the outermost middleware, which is not inside this one
+            raise
         finally:
             seconds = time.monotonic() - started_s
             http: HttpMetrics = scope["app"].state.service.metrics.http

@@ -113,9 +113,11 @@ async def test_a_route_that_breaks_answers_500(monkeypatch: pytest.MonkeyPatch):
     async with in_process() as server:
         monkeypatch.setattr(server.service, "run", break_down)
         response = await server.complete(prompt="p")
+        found = await server.metrics()
 
     assert (500, "server_error") == (response.status_code, response.json()["error"]["type"])
     assert "secret" not in response.text
+    assert 1 == found["http_requests_total{handler=/v1/completions,method=POST,status=5xx}"]
 
 
 def test_an_api_error_is_an_exception_with_its_message():
