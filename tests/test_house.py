@@ -293,9 +293,13 @@ def test_no_file_names_a_package_registry():
 
 
 def unmirrored(test: Path, sources: set[Path]) -> bool:
-    """Whether tests/core/x/test_y.py (or test_y_more.py) has no core/x/y.py; a package's own file is called init."""
-    mirrored = [source for source in sources if source.parent == test.parent.relative_to("tests")]
-    stems = {source.stem.strip("_") for source in mirrored}
+    """Whether tests/core/x/test_y.py (or test_y_more.py) has no core/x/y.py nor package core/x/y.
+
+    Of a package tested in its own folder, the file `__init__` is called init.
+    """
+    folder = test.parent.relative_to("tests")
+    stems = {source.stem.strip("_") for source in sources if source.parent == folder}
+    stems |= {source.parent.name for source in sources if source.parent.parent == folder}
     name = test.stem.removeprefix("test_")
     return not any(name == stem or name.startswith(stem + "_") for stem in stems)
 
@@ -309,8 +313,9 @@ def test_tests_lie_where_their_modules_do():
 
 
 def test_a_test_without_its_module_is_named():
-    sources = {Path("core/memory/block_pool.py"), Path("core/__main__.py")}
+    sources = {Path("core/memory/block_pool.py"), Path("core/__main__.py"), Path("core/model/tiny/__init__.py")}
 
     assert unmirrored(Path("tests/core/test_block_pool.py"), sources)
     assert not unmirrored(Path("tests/core/memory/test_block_pool_machine.py"), sources)
     assert not unmirrored(Path("tests/core/test_main.py"), sources)
+    assert not unmirrored(Path("tests/core/model/test_tiny.py"), sources)
