@@ -292,12 +292,13 @@ def test_a_preempted_request_starts_over_and_keeps_its_tokens():
 
 
 def test_a_preempted_request_comes_back_when_all_its_tokens_and_one_more_fit():
-    """It has three tokens, so it waits for four free slots, although three come free earlier."""
-    it = two_that_collide()
-    history = [(it.step().scheduled, it.block_manager.num_free_blocks) for _ in range(5)]
+    """When a has gone, b and c have two tokens each: b takes two of four slots, and two are not enough for c."""
+    it = scheduler(num_blocks=4, block_size=1)
+    for name, num_prompt_tokens in (("a", 2), ("b", 1), ("c", 1)):
+        it.add(name, num_prompt_tokens, 2)
 
-    assert [(["old"], 2), (["old"], 1), (["old"], 5), (["young"], 2), (["young"], 1)] == history
-    assert 1 == it.num_preemptions
+    assert [["a", "b", "c"], ["a"], ["b"], ["c"]] == [it.step().scheduled for _ in range(4)]
+    assert (2, False) == (it.num_preemptions, it.has_unfinished_requests)
 
 
 def test_preemption_admits_nobody_in_the_same_step():
