@@ -168,7 +168,7 @@ def _ignored(params: SamplingParams, output: Sequence[int]) -> frozenset[int]:
 # Acceptance. A rule takes (R, K) drafts, (R, K+1, V) target laws, (R, K, V) draft laws and (R, K+1) uniform draws, and
 # returns how many drafts each row accepts and its bonus token.
 
-Rule = Callable[[Ints, Doubles, Doubles, Doubles], tuple[Ints, Ints]]
+Rule = Callable[[Ints, Doubles, Doubles, Doubles], tuple[NDArray[np.integer], NDArray[np.integer]]]
 Laws = Callable[[tuple[int, ...]], Doubles]  # the law of the next token after these
 
 

@@ -58,8 +58,8 @@ class Model:
 
 
 def good_draft_for(target: Model) -> Model:
-    """The target without its last layers, so that the laws are alike but not equal."""
-    config = replace(target.config, num_layers=1)
+    """The target without its last layer, so that the laws are alike but not equal."""
+    config = replace(target.config, num_layers=target.config.num_layers - 1)
     return Model(config, {name: target.tensors[name] for name in expected_shapes(config)})
 
 
