@@ -4,6 +4,7 @@ import asyncio
 import json
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -73,12 +74,14 @@ def test_a_tenth_of_the_pool_changes_no_text_with_speculation_or_without(serve: 
 
 
 def test_smollm2_on_a_tenth_of_the_pool_says_the_same(serve: Serve, smollm2: LiveServer, smollm2_path: Path):
-    prompts = [f"{STORY} And on day {number} she found" for number in range(16)]
-    expected = asyncio.run(_texts(smollm2, prompts, max_tokens=16, **GREEDY))
-    num_blocks = smollm2.complete(prompt=prompts, max_tokens=16, **GREEDY)["usage"]["total_tokens"] // BLOCK_SIZE // 10
+    """30 tokens in and 8 out are two blocks at first and three in the end."""
+    story = smollm2.post("/tokenize", {"prompt": STORY})["tokens"] * 2
+    prompts = [story[number : number + 30] for number in range(16)]
+    num_blocks = 16 * 3 // 10
     server = serve("smollm2", "--cache-dir", str(smollm2_path.parent), "--num-kv-blocks", str(num_blocks))
+    expected = asyncio.run(_texts(smollm2, prompts, max_tokens=8, **GREEDY))
 
-    assert expected == asyncio.run(_texts(server, prompts, max_tokens=16, **GREEDY))
+    assert expected == asyncio.run(_texts(server, prompts, max_tokens=8, **GREEDY))
     after = server.wait_until_idle()
     assert after.total("vllm:num_preemptions_total") > 0
     assert num_blocks == after.total("octavo:kv_blocks_free")
@@ -94,7 +97,7 @@ async def _all_at_once(server: LiveServer, sampling: dict[str, Any]) -> list[str
     return await _texts(server, prompts, max_tokens=OUTPUT_LEN, **sampling)
 
 
-async def _texts(server: LiveServer, prompts: list[str], **body: Any) -> list[str]:
+async def _texts(server: LiveServer, prompts: Sequence[str | list[int]], **body: Any) -> list[str]:
     """One request per prompt, all at the same time; where it is drawn, each has its own seed."""
     limits = httpx.Limits(max_connections=len(prompts))
     async with httpx.AsyncClient(base_url=server.url, timeout=DEADLINE_S, limits=limits) as client:
