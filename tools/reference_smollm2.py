@@ -58,7 +58,8 @@ def make_reference(gguf: Path) -> dict[str, Any]:
     torch.set_num_threads(2)
     place = {"pretrained_model_name_or_path": str(gguf.parent), "gguf_file": gguf.name}
     tokenizer = transformers.AutoTokenizer.from_pretrained(**place)
-    # From a GGUF transformers splits every gpt2 vocabulary as GPT-2's; this model's tokenizer.json parts digits first.
+    # The file names its pre-tokenizer, `smollm`: digits apart, then as GPT-2. Transformers reads past the name and
+    # splits as GPT-2 alone, which shows where spaces stand before a number.
     tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
     )
