@@ -8,6 +8,7 @@ buffer (a reader that stops reading is aborted), and a drain (what is still open
 
 import asyncio
 import logging
+from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -83,7 +84,7 @@ class Stream:
 class _Turn:
     """What one visit to the worker thread brings: requests to add and to abort in, outputs and refusals out."""
 
-    new: list[NewRequest]
+    new: deque[NewRequest]
     aborts: list[str]
     outputs: list[RequestOutput] = field(default_factory=list)
     refused: dict[str, Exception] = field(default_factory=dict)
@@ -116,10 +117,11 @@ class EngineLoop:
         self._max_buffered = max_buffered
         self._idle_s = idle_s
         self._inbox: list[NewRequest] = []
-        self._handed_over: list[NewRequest] = []
+        self._handed_over: deque[NewRequest] = deque()  # the worker takes them from here one by one
+        self._num_handed_over = 0  # in this turn, those already taken included
         self._aborts: list[str] = []
         self._streams: dict[str, Stream] = {}  # by request id
-        self._known = engine.stats  # as of the end of the last turn, so that it agrees with _handed_over
+        self._known = engine.stats  # as of the end of the last turn, so that it agrees with _num_handed_over
         self._wake = asyncio.Event()
         self._idle = asyncio.Event()
         self._idle.set()
@@ -132,7 +134,7 @@ class EngineLoop:
     @property
     def num_in_inbox(self) -> int:
         """Requests that the engine has not been told of yet; they wait as much as those it queues."""
-        return len(self._inbox)
+        return len(self._inbox) + len(self._handed_over)
 
     @property
     def num_open_streams(self) -> int:
@@ -200,7 +202,7 @@ class EngineLoop:
             raise InvalidRequest(
                 f"{num_new} sequences in one request, limit is {self._max_queue + max_batch}", "prompt"
             )
-        num_waiting = self._known.num_waiting + len(self._handed_over) + len(self._inbox)
+        num_waiting = self._known.num_waiting + self._num_handed_over + len(self._inbox)
         num_places = max(0, max_batch - self._known.num_running)
         if num_waiting + num_new > self._max_queue + num_places:
             self.num_rejections += 1
@@ -217,20 +219,23 @@ class EngineLoop:
             self._die(error)
 
     async def _turn(self) -> None:
-        turn = _Turn(self._inbox, self._aborts)
-        self._handed_over, self._inbox, self._aborts = self._inbox, [], []
+        turn = _Turn(deque(self._inbox), self._aborts)
+        self._handed_over, self._num_handed_over = turn.new, len(turn.new)
+        self._inbox, self._aborts = [], []
         await asyncio.get_running_loop().run_in_executor(self._worker, self._take, turn)
-        self._handed_over = []
+        self._num_handed_over = 0
         self._known = self.engine.stats
         self._deal_out(turn)
 
     def _take(self, turn: _Turn) -> None:
         """In the worker thread: add, abort, step. Aborts come second, so that each finds its request."""
-        for request in turn.new:
+        while turn.new:
+            request = turn.new[0]
             try:
                 self.engine.add(request)
             except (InvalidRequest, DuplicateRequest) as error:
                 turn.refused[request.request_id] = error
+            turn.new.popleft()  # only now, so that at every moment either the inbox or the engine counts it
         for request_id in turn.aborts:
             self.engine.abort(request_id)
         if self.engine.has_unfinished_requests:

@@ -104,8 +104,9 @@ class EngineCollector(Collector):
         self._labels = (model_name, ENGINE)
 
     def collect(self) -> Iterator[Metric]:
+        num_in_inbox = self._loop.num_in_inbox  # before the snapshot: who moves on meanwhile counts twice, not never
         engine, stats = self._loop.engine, self._loop.engine.stats
-        yield from self._gauges(stats)
+        yield from self._gauges(stats, num_in_inbox)
         yield _cache_config(engine)
         yield from self._counters(stats)
         yield self._rejections()
@@ -115,10 +116,10 @@ class EngineCollector(Collector):
             if name in HISTOGRAMS:
                 yield self._histogram(name, histogram)
 
-    def _gauges(self, stats: EngineStats) -> Iterator[Metric]:
+    def _gauges(self, stats: EngineStats, num_in_inbox: int) -> Iterator[Metric]:
         for name, (text, attribute) in GAUGES.items():
             yield self._gauge(name, text, getattr(stats, attribute))
-        num_waiting = stats.num_waiting + self._loop.num_in_inbox
+        num_waiting = stats.num_waiting + num_in_inbox
         yield self._gauge("vllm:num_requests_waiting", "Requests waiting for a place.", num_waiting)
         by_reason = {"capacity": num_waiting, "deferred": 0}
         yield self._gauge_by("vllm:num_requests_waiting_by_reason", "The same by reason.", "reason", by_reason)

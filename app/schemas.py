@@ -28,6 +28,8 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "prompt_embeds": (),
     "prompt_logprobs": (),
     # chat
+    "echo": (False,),
+    "best_of": (1,),
     "tools": (),
     "tool_choice": ("none", "auto"),
     "functions": (),

@@ -61,7 +61,8 @@ class EventStream(Response):
             except Exception as error:
                 if not is_started:
                     raise
-                logger.warning("stream ends with an error", exc_info=error)
+                told = as_api_error(error)
+                logger.warning("stream ends with an error: %s", told, exc_info=None if told is error else error)
                 end = error_event(error) + DONE
         await send({"type": "http.response.body", "body": end, "more_body": False})
 

@@ -174,6 +174,7 @@ async def test_logprobs_list_every_token_with_its_bytes():
         ({"prediction": {"type": "content", "content": "x"}}, "prediction"),
         ({"functions": [{"name": "f"}]}, "functions"),
         ({"chat_template": "{{ 1 }}"}, "chat_template"),
+        ({"echo": True}, "echo"),
         ({"n": 0}, "n"),
     ],
 )
