@@ -13,14 +13,26 @@ from numpy.typing import NDArray
 from threadpoolctl import threadpool_limits
 
 from core.model import linear
-from core.model.linear import Linear, find_row_tile, multiply, pad_rows, rows_agree
+from core.model.config import ModelConfig
+from core.model.linear import Linear, find_row_tile, multiply, pad_rows, round_up, rows_agree
+from core.model.tiny import DRAFT_DIR, TARGET_DIR
+from core.model.weights import load_model_config
 from tests.core.model.row_classes import ROW_COUNTS, broken_rows, random_weight
 
 Floats = NDArray[np.float32]
 ROOT = Path(__file__).resolve().parents[3]
 
-# (in, out) of the embedded target and draft: qkv, output, gate and up, down, head.
-TINY_SHAPES = [(192, 320), (192, 192), (192, 1024), (512, 192), (192, 272), (192, 2048), (1024, 192)]
+
+def product_shapes(config: ModelConfig) -> list[tuple[int, int]]:
+    """(in, out) of a layer's products, with those that share an input put together, and of the head if it is small."""
+    queries = config.num_heads * config.head_dim
+    qkv = queries + 2 * config.num_kv_heads * config.head_dim
+    hidden, inner = config.hidden_size, config.intermediate_size
+    heads = [(hidden, round_up(config.vocab_size, 16))] if config.vocab_size < 1000 else []
+    return [(hidden, qkv), (queries, hidden), (hidden, 2 * inner), (inner, hidden), *heads]
+
+
+TINY_SHAPES = sorted({s for path in (TARGET_DIR, DRAFT_DIR) for s in product_shapes(load_model_config(path))})
 SMOLLM2_SHAPES = [(576, 960), (576, 576), (576, 3072), (1536, 576)]
 
 
