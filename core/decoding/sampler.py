@@ -14,6 +14,7 @@ from core.decoding.noise import Purpose, gumbel_noise
 from core.request import Request, SamplingParams, TokenLogprobs
 
 LOGPROB_FLOOR = -9999.0  # JSON has no infinity
+_FEW = 1024  # tokens tried first when a nucleus is cut out
 
 Floats = NDArray[np.floating]
 
@@ -41,8 +42,8 @@ def process_logits(logits_V: Floats, request: Request, extra: Sequence[int] = ()
         return logits_V
     with np.errstate(over="ignore"):
         # Largest first, so that a tiny temperature overflows to -inf and never to inf - inf.
-        logits_V = (logits_V.astype(np.float64) - logits_V.max()) / params.temperature
-    return _keep_most_likely(logits_V, params)
+        scaled_V = np.asarray((logits_V.astype(np.float64) - logits_V.max()) / params.temperature, np.float64)
+    return _keep_most_likely(scaled_V, params)
 
 
 def _penalise(logits_V: Floats, request: Request, extra: Sequence[int]) -> Floats:
@@ -63,22 +64,41 @@ def _penalise(logits_V: Floats, request: Request, extra: Sequence[int]) -> Float
 
 
 def _keep_most_likely(logits_V: NDArray[np.float64], params: SamplingParams) -> NDArray[np.float64]:
-    """Apply top_k, then top_p, then min_p, to scaled logits. Ties at a border: lower token ids stay."""
+    """Apply top_k, then top_p, then min_p, to scaled logits with maximum 0. Ties at a border: lower token ids stay."""
     top_k = params.top_k if 0 < params.top_k < len(logits_V) else 0
     if not top_k and params.top_p == 1 and params.min_p == 0:
         return logits_V
-    order = np.argsort(-logits_V, kind="stable")
-    kept = order[:top_k] if top_k else order
-    probs = softmax(logits_V[kept])
-    if params.top_p < 1:
-        # The smallest set with at least top_p: a token stays if those before it have less.
-        kept = kept[np.cumsum(probs) - probs < params.top_p]
-        probs = softmax(logits_V[kept])
-    if params.min_p > 0:
-        kept = kept[probs >= params.min_p * probs[0]]
-    filtered_V = np.full_like(logits_V, -np.inf)
-    filtered_V[kept] = logits_V[kept]
-    return filtered_V
+    is_kept_V = np.exp(logits_V) >= params.min_p  # relative to the most likely, so earlier filters do not matter
+    if top_k or params.top_p < 1:
+        kept = _top_k_and_p(logits_V, top_k, params.top_p)
+        is_kept_V[np.delete(np.arange(len(logits_V)), kept)] = False
+    return np.where(is_kept_V, logits_V, -np.inf)
+
+
+def _top_k_and_p(logits_V: NDArray[np.float64], top_k: int, top_p: float) -> NDArray[np.int64]:
+    """Ids that top_k (0: off) and then top_p leave, most likely first."""
+    if top_p == 1:
+        return _most_likely(logits_V, top_k)
+    # Sorting a large vocabulary takes ten times as long as all the rest, and top_p rarely needs more than a few.
+    for num in (top_k,) if top_k else (_FEW, len(logits_V)):
+        kept = _most_likely(logits_V, num)
+        weights = np.exp(logits_V[kept])
+        sums = np.cumsum(weights)
+        wanted = top_p * (sums[-1] if top_k else np.exp(logits_V).sum())
+        if sums[-1] >= wanted:
+            break
+    # The smallest set with at least top_p: a token stays if those before it have less.
+    return np.asarray(kept[sums - weights < wanted])
+
+
+def _most_likely(logits_V: Floats, num: int) -> NDArray[np.int64]:
+    """Ids of the `num` largest, largest first, of equals the lower id first; all if there are not so many."""
+    if num == 0:
+        return np.empty(0, np.int64)
+    candidates = np.arange(len(logits_V))
+    if num < len(logits_V):
+        candidates = np.flatnonzero(logits_V >= np.partition(logits_V, -num)[-num])  # with ties, more than num
+    return np.asarray(candidates[np.argsort(-logits_V[candidates], kind="stable")][:num])
 
 
 def softmax(logits_V: Floats) -> NDArray[np.float64]:
@@ -122,9 +142,6 @@ def token_logprobs(logits_V: Floats, token_id: int, num_top: int) -> TokenLogpro
     logits_V = logits_V.astype(np.float64)
     top_logit = logits_V.max()
     log_total = top_logit + np.log(np.exp(logits_V - top_logit).sum())
-    num_top = min(num_top, len(logits_V))
-    border = np.partition(logits_V, -num_top)[-num_top] if num_top else np.inf
-    candidates = np.flatnonzero(logits_V >= border).tolist()  # more than num_top where several are equal
-    top_ids: list[int] = sorted(candidates, key=lambda t: (-logits_V[t], t))[:num_top]
+    top_ids: list[int] = _most_likely(logits_V, num_top).tolist()
     finite = np.maximum(logits_V[[token_id, *top_ids]] - log_total, LOGPROB_FLOOR).tolist()
     return TokenLogprobs(finite[0], tuple(zip(top_ids, finite[1:], strict=True)))
