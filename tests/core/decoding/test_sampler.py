@@ -119,6 +119,16 @@ def test_of_equals_at_a_border_lower_ids_stay(params: dict[str, Any]) -> None:
     assert [1, 2, 4, 5][: len(kept)] == kept
 
 
+@pytest.mark.parametrize("spread", [0.0, 0.5, 8.0])
+@pytest.mark.parametrize(
+    "params", [{"top_p": 0.31}, {"top_p": 0.973}, {"top_k": 1200, "top_p": 0.9}, {"top_k": 3}], ids=str
+)
+def test_law_over_a_large_vocabulary(spread: float, params: dict[str, Any]) -> None:
+    """A nucleus is looked for among few tokens first; it may be wider, and all may be equal."""
+    logits_V = np.random.default_rng(1).standard_normal(1500).astype(np.float32) * np.float32(spread)
+    assert_same_law(logits_V, asked(**params))
+
+
 @pytest.mark.parametrize(("min_p", "kept"), [(0.0, 8), (0.99, 2), (1.0, 2), (0.13, 5), (0.14, 3), (0.29, 2)])
 def test_min_p_is_relative_to_the_most_likely(min_p: float, kept: int) -> None:
     assert kept == np.count_nonzero(law(FULL, asked(min_p=min_p)))
