@@ -33,9 +33,9 @@ class SchedulerMachine(RuleBasedStateMachine):
     scheduler_class: ClassVar[type[ContinuousBatchingScheduler]] = ContinuousBatchingScheduler
 
     @initialize(
-        max_batch=st.integers(1, 4),
+        max_batch=st.sampled_from([4, 3, 2, 1]),
         num_blocks=st.integers(3, 9),
-        block_size=st.integers(1, 4),
+        block_size=st.sampled_from([1, 2, 1, 3, 2, 4]),  # small ones are short of blocks more often
         token_limit=st.none() | st.integers(1, 7),
         max_model_len=st.none() | st.integers(4, 12),
     )
@@ -95,9 +95,11 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert FinishReason.ABORT is gone.finish_reason
         assert gone.output_token_ids == self.oracle[gone.request_id][: gone.num_output_tokens]
 
-    @rule(seed=seeds, chance=st.sampled_from([0.0, 0.5, 0.9, 1.0]))
-    def step(self, seed: int, chance: float) -> None:
-        self.step_and_check(seed, chance)
+    @rule(seed=seeds, chance=st.sampled_from([0.0, 0.5, 0.9, 1.0]), num_steps=st.integers(1, 4))
+    def step(self, seed: int, chance: float, num_steps: int) -> None:
+        for i in range(num_steps):
+            self.step_and_check(seed + i, chance)
+            self.check_all()
 
     @precondition(has_requests)
     @rule(seed=seeds, chance=st.sampled_from([0.0, 0.5, 1.0]))
@@ -232,17 +234,27 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.preempted_before = {n: r.status is RequestStatus.PREEMPTED for n, r in self.unfinished.items()}
         self.tokens_before = {n: list(r.token_ids) for n, r in self.unfinished.items()}
 
+    def check_all(self) -> None:
+        self.books_balance()
+        self.blocks_are_exactly_those_of_the_running()
+        self.waste_stays_behind_the_last_token()
+        self.nobody_has_passed_an_older_one()
+        self.remember()
+
     def teardown(self) -> None:
+        try:
+            if hasattr(self, "scheduler"):
+                self.drain()
+        finally:
+            logging.disable(logging.NOTSET)
+
+    def drain(self) -> None:
         """The oldest gets on in every step, so all end within so many steps as they have tokens, one after another."""
-        logging.disable(logging.NOTSET)
-        if not hasattr(self, "scheduler"):
-            return
         most = sum(r.num_prompt_tokens + r.max_tokens for r in self.unfinished.values())
         for _ in range(most):
             if not self.unfinished:
                 break
             self.step_and_check(0, 0.7)
-            for check in (self.books_balance, self.blocks_are_exactly_those_of_the_running, self.remember):
-                check()
+            self.check_all()
         assert not self.unfinished
         assert self.num_blocks == self.manager.num_free_blocks
