@@ -148,8 +148,9 @@ class EngineLoop:
         """Queue the sequences of one HTTP request, all or none.
 
         Raises:
-            ApiError: 503 when the queue is full, the server drains or the engine has died; 400 when the queue could
-                never hold them.
+            ApiError: 503, the queue is full or the server drains.
+            EngineDead: so it is.
+            InvalidRequest: the queue could never hold so many.
         """
         self.refuse_if_closed()
         self._refuse_if_full(len(requests))
