@@ -7,7 +7,7 @@ arXiv:1805.02867). All products then have one shape, and a split that lies wholl
 Short requests share one gather; a long prompt has its keys gathered once for all its tiles. Paged KV: arXiv:2309.06180.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -35,19 +35,27 @@ class Span:
 
 
 @dataclass(frozen=True, slots=True)
+class _Split:
+    """A stretch of context for those tiles that see any of it, which are the first `num_tiles`.
+
+    tables_NB are the blocks of each tile, or one row for all; is_future_NQC marks what a query may not see, None if
+    there is no such thing.
+    """
+
+    num_tiles: int
+    tables_NB: Ints
+    is_future_NQC: NDArray[np.bool_] | None
+
+
+@dataclass(frozen=True, slots=True)
 class _TileGroup:
     """Query tiles that are computed together, longest context first.
 
-    rows_NQ says which flat rows lie in the tiles (T, one past the last, where there is none), positions_NQ their
-    positions, tables_NB each tile's block table padded with block 0, num_splits_N how many splits each can see.
-    With `shares_table` there is one table for all.
+    rows_NQ says which flat rows lie in the tiles: T, one past the last, where there is none.
     """
 
     rows_NQ: Ints
-    positions_NQ: Ints
-    tables_NB: Ints
-    num_splits_N: Ints
-    shares_table: bool
+    splits: tuple[_Split, ...]
 
 
 class AttentionPlan:
@@ -81,16 +89,21 @@ class AttentionPlan:
         split_tokens = self._split_blocks * self._block_size
         last_N = np.where(is_real_NQ, positions_NQ, 0).max(axis=1)
         num_splits_N = last_N // split_tokens + 1
-        shares_table = len(spans) == 1
-        tables_NB = self._tables(spans if shares_table else [spans[i] for i in tile_span])
         order = np.argsort(-num_splits_N, kind="stable")
-        return _TileGroup(
-            rows_NQ[order],
-            positions_NQ[order],
-            tables_NB if shares_table else tables_NB[order],
-            num_splits_N[order],
-            shares_table,
-        )
+        tables_NB = self._tables(spans)
+        if len(spans) > 1:  # else one table serves all tiles
+            tables_NB = tables_NB[np.array(tile_span)[order]]
+        splits = self._splits(positions_NQ[order], num_splits_N[order], tables_NB)
+        return _TileGroup(rows_NQ[order], tuple(splits))
+
+    def _splits(self, positions_NQ: Ints, num_splits_N: Ints, tables_NB: Ints) -> Iterator[_Split]:
+        split_tokens = self._split_blocks * self._block_size
+        for split in range(int(num_splits_N[0])):
+            n = int((num_splits_N > split).sum())
+            context_C = split * split_tokens + np.arange(split_tokens)
+            is_future_NQC = context_C > positions_NQ[:n, :, None]
+            blocks = slice(split * self._split_blocks, (split + 1) * self._split_blocks)
+            yield _Split(n, tables_NB[:n, blocks], is_future_NQC if is_future_NQC.any() else None)
 
     def _tables(self, spans: Sequence[Span]) -> Ints:
         longest = max(len(span.block_ids) for span in spans)
@@ -121,27 +134,22 @@ class AttentionPlan:
         return output_THE[: len(query_THE)]
 
     def _attend_group(self, group: _TileGroup, query_NGME: Floats, keys_BSGE: Floats, values_BSGE: Floats) -> Floats:
-        rows_per_query = query_NGME.shape[2] // TILE
         top_NGM = np.full(query_NGME.shape[:3], -np.inf, np.float32)
         total_NGM = np.zeros_like(top_NGM)
         output_NGME = np.zeros_like(query_NGME)
-        for split in range(int(group.num_splits_N[0])):
-            n = int((group.num_splits_N > split).sum())  # tiles that see this split come first
-            blocks = slice(split * self._split_blocks, (split + 1) * self._split_blocks)
-            tables = group.tables_NB[:, blocks] if group.shares_table else group.tables_NB[:n, blocks]
-            keys_NCGE = _gather(keys_BSGE, tables)
+        for split in group.splits:
+            n = split.num_tiles
+            keys_NCGE = _gather(keys_BSGE, split.tables_NB)
             scores_NGMC = np.matmul(query_NGME[:n], keys_NCGE.transpose(0, 2, 3, 1))
-            context_C = split * self._split_blocks * self._block_size + np.arange(keys_NCGE.shape[1])
-            is_future_NQC = context_C > group.positions_NQ[:n, :, None]
-            if is_future_NQC.any():
-                is_future_NMC = np.repeat(is_future_NQC, rows_per_query, axis=1)
-                np.copyto(scores_NGMC, -np.inf, where=is_future_NMC[:, None])
+            if split.is_future_NQC is not None:
+                scores_NGQHC = scores_NGMC.reshape(*scores_NGMC.shape[:2], TILE, -1, scores_NGMC.shape[3])
+                np.copyto(scores_NGQHC, -np.inf, where=split.is_future_NQC[:, None, :, None])
             new_top_NGM = np.maximum(top_NGM[:n], scores_NGMC.max(axis=-1))
             weights_NGMC = np.exp(scores_NGMC - new_top_NGM[..., None])
             decay_NGM = np.exp(top_NGM[:n] - new_top_NGM)
             top_NGM[:n] = new_top_NGM
             total_NGM[:n] = total_NGM[:n] * decay_NGM + weights_NGMC.sum(axis=-1)
-            values_NGCE = _gather(values_BSGE, tables).transpose(0, 2, 1, 3)
+            values_NGCE = _gather(values_BSGE, split.tables_NB).transpose(0, 2, 1, 3)
             output_NGME[:n] = output_NGME[:n] * decay_NGM[..., None] + np.matmul(weights_NGMC, values_NGCE)
         return output_NGME / total_NGM[..., None]
 
