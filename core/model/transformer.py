@@ -135,11 +135,10 @@ class Transformer:
         cache: KVCache,
     ) -> Floats:
         config = self.config
-        q_end = config.num_heads * config.head_dim
-        k_end = q_end + config.num_kv_heads * config.head_dim
+        k_end = (config.num_heads + config.num_kv_heads) * config.head_dim
         qkv_TX = layer.qkv(x_TD)
-        query_THE = _rotate(qkv_TX[:, :q_end].reshape(len(x_TD), -1, config.head_dim), *rotation)
-        key_TGE = _rotate(qkv_TX[:, q_end:k_end].reshape(len(x_TD), -1, config.head_dim), *rotation)
+        rotated_TXE = _rotate(qkv_TX[:, :k_end].reshape(len(x_TD), -1, config.head_dim), *rotation)
+        query_THE, key_TGE = rotated_TXE[:, : config.num_heads], rotated_TXE[:, config.num_heads :]
         value_TGE = qkv_TX[:, k_end : layer.qkv.num_out].reshape(len(x_TD), -1, config.head_dim)
         cache.write(index, slots_T, key_TGE[: len(slots_T)], value_TGE[: len(slots_T)])
         output_THE = plan.attend(query_THE, cache.keys_LBSGE[index], cache.values_LBSGE[index])
@@ -148,7 +147,8 @@ class Transformer:
 
 def _rotate(x_THE: Floats, cos_T1E: Floats, sin_T1E: Floats) -> Floats:
     """Rotary embedding, halves convention: element i turns with element i + E/2."""
-    first, second = np.split(x_THE, 2, axis=-1)
+    half = x_THE.shape[-1] // 2
+    first, second = x_THE[..., :half], x_THE[..., half:]
     return np.concatenate([first * cos_T1E - second * sin_T1E, second * cos_T1E + first * sin_T1E], axis=-1)
 
 
