@@ -107,7 +107,7 @@ class RunningServer:
 
     async def metrics(self) -> dict[str, float]:
         """Samples by name, and by name{label=value} for each label that is not the server's own."""
-        await asyncio.sleep(0)  # a scrape in process may never wait for anything, and who asks in a loop waits for others
+        await asyncio.sleep(0)  # a scrape in process waits for nothing, and who asks in a loop waits for others
         response = await self.client.get("/metrics")
         return dict(_samples(response.raise_for_status().text))
 
