@@ -2,7 +2,7 @@
 
 Nothing is counted twice: engine series are made at scrape time from `engine.stats`, one snapshot, so that they agree
 with each other. HTTP series are counted by a plain ASGI middleware; their labels come from routes, never from
-clients, so that their number is bounded. vLLM's names and edges: docs/metrics.md.
+clients, so that their number is bounded.
 """
 
 import time
