@@ -33,15 +33,18 @@ TARGET = ModelConfig(
 DRAFT = replace(TARGET, num_layers=1)
 
 
-def random_tensors(config: ModelConfig, seed: int, *, loudness: float = 2.0) -> Tensors:
-    """Weights whose residual stream keeps its size; logits have a spread of about `loudness`."""
+def random_tensors(config: ModelConfig, seed: int, *, loudness: float = 2.0, gain: float = 1.5) -> Tensors:
+    """Weights whose layers multiply what they are given by about `gain`; logits have a spread of about `loudness`.
+
+    The louder the layers, the more does rounding grow from one to the next.
+    """
     rng = np.random.default_rng(seed)
     tensors = {}
     for name, shape in expected_shapes(config).items():
         if len(shape) == 1:
             tensors[name] = rng.uniform(0.5, 1.5, shape).astype(np.float32)
         else:
-            scale = loudness if name.startswith(("lm_head", "model.embed")) else 1.5
+            scale = loudness if name.startswith(("lm_head", "model.embed")) else gain
             tensors[name] = (rng.standard_normal(shape) * scale / np.sqrt(shape[1])).astype(np.float32)
     return tensors
 
