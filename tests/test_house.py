@@ -57,7 +57,7 @@ HEAVY = {
 # Modules that only a function imports: they may import heavy packages, as nobody imports them at start.
 LATE = {"core.tokenizer_files", "core.tokenizer_gguf"}
 # Tests that compare a whole model with another program's; they belong to no one module.
-OF_THE_WHOLE = {Path("tests/core/model/test_smollm2.py")}
+OF_THE_WHOLE = {Path("tests/core/model/test_smollm2.py"), Path("tests/core/test_batch_invariance.py")}
 # Written in two halves, so that this file too names none of them.
 REGISTRY_HOSTS = tuple(
     f"{name}.{domain}"
