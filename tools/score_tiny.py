@@ -30,12 +30,15 @@ sys.path.insert(0, str(ROOT))
 
 from core import EngineConfig, NewRequest, SamplingParams, load_engine  # noqa: E402
 from core.model import tiny  # noqa: E402
-from core.model.config import ModelConfig, rope_frequencies  # noqa: E402
-from core.model.weights import LoadedWeights, load_safetensors_dir  # noqa: E402
+from core.model.kv_cache import KVCache  # noqa: E402
+from core.model.transformer import Transformer, flat_batch  # noqa: E402
+from core.model.weights import load_model_files  # noqa: E402
 
 Floats = NDArray[np.float32]
 DATA = ROOT / "tools" / "data"
 END = 256
+BLOCK_SIZE = 16
+MAX_STORY_LEN = 4096
 END_LINE = "<|end|>"
 OPENINGS = (
     "Once upon a time",
@@ -145,56 +148,35 @@ def score_texts(texts: list[Text], vocabulary: set[str]) -> dict[str, float]:
 # ------------------------------------------------------------------------------------------- held-out text
 
 
-def dense_logits(weights: LoadedWeights, tokens: list[int]) -> Floats:
-    """(T, V) logits of one sequence with plain dense attention: no cache, no blocks, nothing shared with the engine."""
-    config, tensors = weights.config, weights.tensors
-    angles = np.outer(np.arange(len(tokens)), rope_frequencies(config))
-    cos, sin = (np.concatenate((f(angles), f(angles)), axis=1).astype(np.float32) for f in (np.cos, np.sin))
-    x = tensors["model.embed_tokens.weight"][tokens]
-    for i in range(config.num_layers):
-        layer = {
-            n.removeprefix(f"model.layers.{i}."): t for n, t in tensors.items() if n.startswith(f"model.layers.{i}.")
-        }
-        x = x + attention(rms_norm(x, layer["input_layernorm.weight"], config), layer, config, cos, sin)
-        h = rms_norm(x, layer["post_attention_layernorm.weight"], config)
-        gate, up = h @ layer["mlp.gate_proj.weight"].T, h @ layer["mlp.up_proj.weight"].T
-        x = x + (gate / (1 + np.exp(-gate)) * up) @ layer["mlp.down_proj.weight"].T
-    return rms_norm(x, tensors["model.norm.weight"], config) @ tensors["model.embed_tokens.weight"].T
+class Reader:
+    """A model that reads one text at a time and says the law of every next token."""
 
+    def __init__(self, directory: Path) -> None:
+        weights = load_model_files(directory)
+        self._model = Transformer(weights.config, weights.tensors, MAX_STORY_LEN)
+        self._cache = KVCache(weights.config, MAX_STORY_LEN // BLOCK_SIZE, BLOCK_SIZE)
 
-def rms_norm(x: Floats, weight: Floats, config: ModelConfig) -> Floats:
-    return x / np.sqrt(np.mean(x * x, axis=-1, keepdims=True) + np.float32(config.rms_norm_eps)) * weight
-
-
-def attention(x: Floats, layer: dict[str, Floats], config: ModelConfig, cos: Floats, sin: Floats) -> Floats:
-    length, half = len(x), config.head_dim // 2
-
-    def project(name: str) -> Floats:
-        return (x @ layer[f"self_attn.{name}_proj.weight"].T).reshape(length, -1, config.head_dim).swapaxes(0, 1)
-
-    def turned(h: Floats) -> Floats:
-        return h * cos + np.concatenate((-h[..., half:], h[..., :half]), axis=-1) * sin
-
-    group = config.num_heads // config.num_kv_heads
-    query, key, value = turned(project("q")), turned(project("k")).repeat(group, 0), project("v").repeat(group, 0)
-    scores = query @ key.swapaxes(1, 2) / np.float32(np.sqrt(config.head_dim))
-    scores += np.triu(np.full((length, length), -np.inf, np.float32), 1)
-    return (softmax(scores) @ value).swapaxes(0, 1).reshape(length, -1) @ layer["self_attn.o_proj.weight"].T
-
-
-def softmax(x: Floats) -> Floats:
-    e = np.exp(x - x.max(axis=-1, keepdims=True))
-    return e / e.sum(axis=-1, keepdims=True)
+    def laws(self, tokens: list[int]) -> Floats:
+        """(T, V): row i is the law of the token after the first i + 1. Read in pieces, as the server would."""
+        table = range(MAX_STORY_LEN // BLOCK_SIZE)
+        parts = []
+        for start in range(0, len(tokens), 256):
+            piece = tokens[start : start + 256]
+            batch = flat_batch([(piece, start, table)], BLOCK_SIZE)
+            parts.append(self._model.forward(batch, self._cache, np.arange(len(piece))))
+        logits_TV = np.concatenate(parts)
+        weights_TV = np.exp(logits_TV - logits_TV.max(axis=1, keepdims=True))
+        return weights_TV / weights_TV.sum(axis=1, keepdims=True)
 
 
 def score_heldout(stories: Iterable[str]) -> dict[str, float]:
     """Each story by itself between two end tokens; the end counts as a token to foretell, not as a byte."""
-    models = {name: load_safetensors_dir(tiny.TARGET_DIR.parent / name) for name in ("target", "draft")}
+    models = {"target": Reader(tiny.TARGET_DIR), "draft": Reader(tiny.DRAFT_DIR)}
     bits, overlap = dict.fromkeys(models, 0.0), 0.0
     num_bytes = num_positions = 0
     for story in stories:
         tokens = [END, *story.encode(), END]
-        laws = {name: softmax(dense_logits(weights, tokens[:-1])) for name, weights in models.items()}
+        laws = {name: model.laws(tokens[:-1]) for name, model in models.items()}
         for name, law_TV in laws.items():
             bits[name] -= float(np.log2(law_TV[np.arange(len(tokens) - 1), tokens[1:]]).sum())
         overlap += float(np.minimum(laws["target"], laws["draft"]).sum())
