@@ -44,6 +44,7 @@ class EngineConfig:
         max_model_len: longest prompt + output; None for the model's own.
         max_num_seqs: most requests running at once (the scheduler's `max_batch`).
         max_num_batched_tokens: most tokens computed in one step.
+        enable_prefix_caching: let requests with equal beginnings share KV blocks.
         max_logprobs: most alternatives a request may ask for.
         seed: where the noise of requests without a seed comes from.
         speculative: None for no speculation.
@@ -60,6 +61,7 @@ class EngineConfig:
     max_model_len: int | None = None
     max_num_seqs: int = 64
     max_num_batched_tokens: int = 512
+    enable_prefix_caching: bool = True
     max_logprobs: int = 20
     seed: int = 0
     speculative: SpeculativeConfig | None = None

@@ -11,6 +11,7 @@ from dataclasses import replace
 
 import numpy as np
 
+from core.block_hash import encode_salt
 from core.config import EngineConfig
 from core.errors import ContextLengthExceeded, EngineDead, InvalidRequest
 from core.memory.block_manager import BlockManager, blocks_needed
@@ -65,11 +66,14 @@ class Engine:
             execute=self._execute,
             max_num_batched_tokens=config.max_num_batched_tokens,
             max_model_len=self.max_model_len,
+            enable_prefix_caching=config.enable_prefix_caching,
         )
         self._num_drafts = config.speculative.num_speculative_tokens if config.speculative else 0
         self._seeds = np.random.default_rng(config.seed)
-        self._gatherer = StatsGatherer(self.max_model_len, self._num_drafts)
-        self._executed: list[tuple[SchedulerOutput, ModelRunnerOutput, float]] = []
+        self._gatherer = StatsGatherer(
+            self.max_model_len, self._num_drafts, has_prefix_cache=config.enable_prefix_caching
+        )
+        self._executed: list[tuple[SchedulerOutput, ModelRunnerOutput]] = []  # in the step under way
         self._is_dead = False
         self.stats: EngineStats = self._snapshot()
 
@@ -135,21 +139,37 @@ class Engine:
         params = self.check(new.prompt_token_ids, new.params)
         if new.script is not None and not self.config.enable_scripts:
             raise InvalidRequest("script is taken only by a server started with --enable-scripts", "script")
+        family = [
+            self._request(new, request_id, new.choice + i, params)
+            for i, request_id in enumerate((new.request_id, *new.sibling_ids))
+        ]
+        family[0].siblings = family[1:]
+        self._scheduler.add_request(family[0])
+        self.stats = self._snapshot()
+
+    def _request(self, new: NewRequest, request_id: str, choice: int, params: SamplingParams) -> Request:
         script = RequestScript(new.script, self.tokenizer) if new.script is not None else None
+        # What a script computes is no KV of its tokens: nobody else may take it for that.
+        salt = {**new.cache_salt, "script": ""} if script else new.cache_salt
         request = Request(
-            new.request_id,
+            request_id,
             new.prompt_token_ids,
             params,
-            choice=new.choice,
+            choice=choice,
             seed=params.seed if params.seed is not None else int(self._seeds.integers(2**63)),
             eos_token_ids=self.tokenizer.eos_token_ids,
             decoder=IncrementalDetokenizer(script or self.tokenizer),
             script=script,
+            cache_salt=encode_salt(salt),
             arrival_s=new.arrival_s,
         )
         wanted = params.speculative_tokens
         request.num_speculative_tokens = self._num_drafts if wanted is None else min(wanted, self._num_drafts)
-        self._scheduler.add_request(request)
+        return request
+
+    def reset_prefix_cache(self) -> None:
+        """No request will hit what has been computed so far. Those that run are not disturbed."""
+        self._scheduler.reset_prefix_cache()
         self.stats = self._snapshot()
 
     def abort(self, request_id: str) -> None:
@@ -193,15 +213,13 @@ class Engine:
     def _execute(self, plan: SchedulerOutput) -> ModelRunnerOutput:
         started_s = self._clock()
         result = self._runner(plan)
-        self._executed.append((plan, result, started_s))
+        self._gatherer.on_step(plan, _num_iteration_tokens(plan, result), started_s)
+        self._executed.append((plan, result))
         return result
 
     def _gather(self, outputs: Sequence[RequestOutput], known: dict[str, Request]) -> None:
         now_s = self._clock()
-        for plan, result, started_s in self._executed:
-            self._gatherer.on_step(
-                [s.request_id for s in plan.scheduled], _num_iteration_tokens(plan, result), started_s
-            )
+        for plan, result in self._executed:
             drafted = [s for s in plan.scheduled if _num_drafted(result, s.request_id)]
             self._gatherer.on_drafts(
                 [_num_drafted(result, s.request_id) for s in drafted],
@@ -220,6 +238,7 @@ class Engine:
         return self._gatherer.snapshot(
             num_running=self._scheduler.num_running,
             num_waiting=self._scheduler.num_waiting,
+            num_deferred=self._scheduler.num_deferred,
             kv_blocks=pool.num_blocks,
             kv_blocks_free=pool.num_free_blocks,
             kv_blocks_cached=pool.num_cached_blocks,

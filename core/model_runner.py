@@ -43,6 +43,8 @@ class ModelRunner:
     def __call__(self, plan: SchedulerOutput) -> ModelRunnerOutput:
         """Compute the plan: keys and values of its tokens, and new tokens of those requests that yield."""
         self._copy_blocks(plan.block_copies)
+        if not plan.scheduled:
+            return ModelRunnerOutput()
         proposal = self._proposer.propose(plan) if self._proposer else Proposal()
         yielding = [s for s in plan.scheduled if s.yields_token]
         drafts = [proposal.drafts.get(s.request_id, Draft()) for s in yielding]
@@ -52,6 +54,8 @@ class ModelRunner:
             s.request_id: SampledTokens(tokens, _logprobs(s.request, tokens, logits), len(draft.token_ids))
             for s, draft, tokens, logits in zip(yielding, drafts, new_tokens, rows, strict=True)
         }
+        for scheduled, logits in zip(yielding, rows, strict=True):
+            sampled |= {sibling.request_id: _sample(sibling, logits) for sibling in scheduled.request.siblings}
         return ModelRunnerOutput(sampled, proposal.draft_computed)
 
     def _copy_blocks(self, copies: Sequence[tuple[int, int]]) -> None:
@@ -89,6 +93,12 @@ def _accept(yielding: Sequence[ScheduledRequest], drafts: Sequence[Draft], rows:
         for i, tokens in zip(members, group, strict=True):
             accepted[i] = tokens
     return accepted
+
+
+def _sample(sibling: Request, logits_1V: Floats) -> SampledTokens:
+    """The first token of a further sample: the same row of logits, the sibling's own noise."""
+    tokens = [sample_keyed(logits_1V[0], sibling)]
+    return SampledTokens(tokens, _logprobs(sibling, tokens, logits_1V))
 
 
 def _accept_keyed(request: Request, draft: Sequence[int], logits_KV: Floats) -> list[int]:

@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from core.request import FinishReason, Request, RequestOutput
+from core.step import SchedulerOutput
 
 _TTFT = (
     *(0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0),
@@ -68,11 +69,13 @@ class EngineStats:
 
     `num_prompt_tokens` counts each prompt once, when its request is first computed to its end, cached tokens
     included and recomputed ones not. `accepted_per_position[i]`: how often draft i was kept. `acceptance_rate`:
-    accepted / drafted over the last steps that drafted, 0 before.
+    accepted / drafted over the last steps that drafted, 0 before. `num_deferred`: of the waiting, those that wait only
+    for a block that somebody is computing.
     """
 
     num_running: int = 0
     num_waiting: int = 0
+    num_deferred: int = 0
     kv_blocks: int = 0
     kv_blocks_free: int = 0
     kv_blocks_cached: int = 0
@@ -98,6 +101,7 @@ class _Times:
     """One request's moments, in seconds on the engine's clock."""
 
     first_scheduled: float | None = None
+    is_born: bool = False  # of a prompt that was counted for its first sample
     first_token: float | None = None
     last_token: float | None = None
     num_generated: int = 0
@@ -109,9 +113,10 @@ class StatsGatherer:
     Args:
         max_model_len: bounds the edges of token histograms.
         num_draft_positions: most drafts a step, for the per-position counter.
+        has_prefix_cache: whether prompts are looked up at all.
     """
 
-    def __init__(self, max_model_len: int, num_draft_positions: int) -> None:
+    def __init__(self, max_model_len: int, num_draft_positions: int, *, has_prefix_cache: bool = True) -> None:
         tokens = token_edges(max_model_len)
         self._histograms = {
             "time_to_first_token_seconds": _Gatherer(_TTFT),
@@ -135,17 +140,24 @@ class StatsGatherer:
         self._finished: Counter[str] = Counter(dict.fromkeys(FINISHED_REASONS, 0))
         self._sources: Counter[str] = Counter(dict.fromkeys(PROMPT_SOURCES, 0))
         self._num_prompt_tokens = self._num_generation_tokens = 0
+        self._has_prefix_cache = has_prefix_cache
+        self._queries = self._hits = 0  # tokens looked up in the prefix cache, and found
         self._num_drafts = self._num_draft_tokens = self._num_accepted_tokens = 0
         self._accepted_per_position = [0] * num_draft_positions
         self._window: deque[tuple[int, int]] = deque(maxlen=ACCEPTANCE_WINDOW_STEPS)  # (drafted, accepted) a step
 
-    def on_step(self, scheduled: Sequence[str], num_tokens: int, started_s: float) -> None:
-        """A step over these requests was computed; it began at `started_s`."""
+    def on_step(self, plan: SchedulerOutput, num_tokens: int, started_s: float) -> None:
+        """A plan was computed, not yet taken up by the requests; it began at `started_s`."""
         self._histograms["iteration_tokens_total"].observe(num_tokens)
-        for request_id in scheduled:
-            times = self._times.setdefault(request_id, _Times())
+        for scheduled in plan.scheduled:
+            request = scheduled.request
+            times = self._times.setdefault(request.request_id, _Times())
             if times.first_scheduled is None:
                 times.first_scheduled = started_s
+                self._queries += request.num_prompt_tokens if self._has_prefix_cache else 0
+                self._hits += request.num_cached_tokens
+            for sibling in scheduled.yielding_requests[1:]:
+                self._times[sibling.request_id] = _Times(times.first_scheduled, is_born=True)
 
     def on_output(self, request: Request, output: RequestOutput, now_s: float) -> None:
         """A request has new tokens, or has failed."""
@@ -165,8 +177,8 @@ class StatsGatherer:
     def _on_first_token(self, request: Request, times: _Times, now_s: float) -> None:
         times.first_token = now_s
         self._histograms["time_to_first_token_seconds"].observe(now_s - request.arrival_s)
-        if request.choice != 0:
-            return  # a prompt counts once, however many samples are drawn of it
+        if times.is_born:
+            return
         self._num_prompt_tokens += request.num_prompt_tokens
         self._sources["local_cache_hit"] += request.num_cached_tokens
         self._sources["local_compute"] += request.num_prompt_tokens - request.num_cached_tokens
@@ -225,6 +237,8 @@ class StatsGatherer:
             num_prompt_tokens=self._num_prompt_tokens,
             num_generation_tokens=self._num_generation_tokens,
             prompt_tokens_by_source=dict(self._sources),
+            prefix_cache_queries=self._queries,
+            prefix_cache_hits=self._hits,
             finished=dict(self._finished),
             num_drafts=self._num_drafts,
             num_draft_tokens=self._num_draft_tokens,
