@@ -13,6 +13,8 @@ from core.errors import InvalidRequest
 EMBEDDED_MODEL = "octavo-tiny"
 DEFAULT_KV_SHARE = 0.25  # of the memory limit, when neither blocks nor bytes are given
 MAX_DEFAULT_KV_BYTES = 2 * 2**30
+PREEMPTION_MODES = ("recompute", "swap", "auto")
+DEFAULT_SWAP_BYTES = 2**30
 _CGROUP = Path("/sys/fs/cgroup")
 
 
@@ -41,10 +43,14 @@ class EngineConfig:
         model: `octavo-tiny`, the path of a .gguf file, or a directory with safetensors.
         block_size: tokens in a KV block.
         num_kv_blocks: blocks in the pool; or `kv_cache_memory_bytes`; or neither: a share of the memory limit.
+        num_tier_slots: blocks of the second tier; set from `swap_space_bytes` when the model is known.
         max_model_len: longest prompt + output; None for the model's own.
         max_num_seqs: most requests running at once (the scheduler's `max_batch`).
         max_num_batched_tokens: most tokens computed in one step.
         enable_prefix_caching: let requests with equal beginnings share KV blocks.
+        preemption_mode: what becomes of a preempted request's blocks: `recompute`, `swap` or `auto`.
+        swap_space_bytes: size of the second tier; None for none, or 1 GiB where the mode needs one.
+        swap_file: file that the second tier is mapped to; None for memory.
         max_logprobs: most alternatives a request may ask for.
         seed: where the noise of requests without a seed comes from.
         speculative: None for no speculation.
@@ -57,11 +63,15 @@ class EngineConfig:
     model: str = EMBEDDED_MODEL
     block_size: int = 16
     num_kv_blocks: int | None = None
+    num_tier_slots: int = 0
     kv_cache_memory_bytes: int | None = None
     max_model_len: int | None = None
     max_num_seqs: int = 64
     max_num_batched_tokens: int = 512
     enable_prefix_caching: bool = True
+    preemption_mode: str = "recompute"
+    swap_space_bytes: int | None = None
+    swap_file: Path | None = None
     max_logprobs: int = 20
     seed: int = 0
     speculative: SpeculativeConfig | None = None
@@ -70,7 +80,13 @@ class EngineConfig:
     cache_dir: Path | None = None
 
     def __post_init__(self) -> None:
+        if self.preemption_mode not in PREEMPTION_MODES:
+            raise InvalidRequest(
+                f"preemption_mode is {self.preemption_mode!r}, allowed are {', '.join(PREEMPTION_MODES)}",
+                "preemption_mode",
+            )
         for name in (
+            "swap_space_bytes",
             "block_size",
             "num_kv_blocks",
             "kv_cache_memory_bytes",

@@ -15,8 +15,10 @@ from core.block_hash import encode_salt
 from core.config import EngineConfig
 from core.errors import ContextLengthExceeded, EngineDead, InvalidRequest
 from core.memory.block_manager import BlockManager, blocks_needed
+from core.memory.host_tier import HostTier
 from core.model.config import ModelConfig
 from core.request import NewRequest, Request, RequestOutput, SamplingParams
+from core.scheduling.preemption import CostModel, always_swap
 from core.scheduling.scheduler import ContinuousBatchingScheduler
 from core.scripted import RequestScript, ScriptedRunner
 from core.stats import EngineStats, StatsGatherer
@@ -57,6 +59,8 @@ class Engine:
             model_config.max_position_embeddings,
             config.num_kv_blocks * config.block_size,
         )
+        self._cost = CostModel()
+        self._tier = HostTier(config.num_tier_slots) if config.num_tier_slots else None
         self._runner: Execute = ScriptedRunner(execute) if config.enable_scripts else execute
         self._clock = clock
         self._block_manager = BlockManager(config.num_kv_blocks, config.block_size)
@@ -67,6 +71,8 @@ class Engine:
             max_num_batched_tokens=config.max_num_batched_tokens,
             max_model_len=self.max_model_len,
             enable_prefix_caching=config.enable_prefix_caching,
+            tier=self._tier,
+            swaps=self._cost.prefers_swap if config.preemption_mode == "auto" else always_swap,
         )
         self._num_drafts = config.speculative.num_speculative_tokens if config.speculative else 0
         self._seeds = np.random.default_rng(config.seed)
@@ -150,7 +156,9 @@ class Engine:
     def _request(self, new: NewRequest, request_id: str, choice: int, params: SamplingParams) -> Request:
         script = RequestScript(new.script, self.tokenizer) if new.script is not None else None
         # What a script computes is no KV of its tokens: nobody else may take it for that.
-        salt = {**new.cache_salt, "script": ""} if script else new.cache_salt
+        salt = {**new.cache_salt, "script": ""} if script else dict(new.cache_salt)
+        if not self.config.enable_prefix_caching:
+            salt["request"] = request_id  # its blocks are for nobody but itself, back from the second tier
         request = Request(
             request_id,
             new.prompt_token_ids,
@@ -213,9 +221,17 @@ class Engine:
     def _execute(self, plan: SchedulerOutput) -> ModelRunnerOutput:
         started_s = self._clock()
         result = self._runner(plan)
+        self._measure(plan, result, self._clock() - started_s)
         self._gatherer.on_step(plan, _num_iteration_tokens(plan, result), started_s)
         self._executed.append((plan, result))
         return result
+
+    def _measure(self, plan: SchedulerOutput, result: ModelRunnerOutput, seconds: float) -> None:
+        num_moved = len(plan.tier_stores) + len(plan.tier_loads)
+        if num_moved:
+            self._cost.observe_copies(num_moved, result.tier_seconds)
+        if plan.num_tokens:
+            self._cost.observe_step(plan.num_tokens, seconds - result.tier_seconds)
 
     def _gather(self, outputs: Sequence[RequestOutput], known: dict[str, Request]) -> None:
         now_s = self._clock()

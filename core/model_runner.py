@@ -9,7 +9,8 @@ function of its law and the noise of that position, and a draft counts if it is 
 any drafter or none. The others use `speculative.verify_drafts`, which accepts more.
 """
 
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -33,18 +34,28 @@ class ModelRunner:
         model: the target.
         cache: its keys and values.
         proposer: where drafts come from; None for no speculation.
+        clock: seconds; tells what copies to and from the second tier take.
     """
 
-    def __init__(self, model: Transformer, cache: KVCache, proposer: DraftModelProposer | None = None) -> None:
+    def __init__(
+        self,
+        model: Transformer,
+        cache: KVCache,
+        proposer: DraftModelProposer | None = None,
+        *,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
         self._model = model
         self._cache = cache
         self._proposer = proposer
+        self._clock = clock
+        self._caches = [cache] if proposer is None else [cache, proposer.cache]
 
     def __call__(self, plan: SchedulerOutput) -> ModelRunnerOutput:
         """Compute the plan: keys and values of its tokens, and new tokens of those requests that yield."""
-        self._copy_blocks(plan.block_copies)
+        tier_seconds = self._move_blocks(plan)
         if not plan.scheduled:
-            return ModelRunnerOutput()
+            return ModelRunnerOutput(tier_seconds=tier_seconds)
         proposal = self._proposer.propose(plan) if self._proposer else Proposal()
         yielding = [s for s in plan.scheduled if s.yields_token]
         drafts = [proposal.drafts.get(s.request_id, Draft()) for s in yielding]
@@ -56,12 +67,20 @@ class ModelRunner:
         }
         for scheduled, logits in zip(yielding, rows, strict=True):
             sampled |= {sibling.request_id: _sample(sibling, logits) for sibling in scheduled.request.siblings}
-        return ModelRunnerOutput(sampled, proposal.draft_computed)
+        return ModelRunnerOutput(sampled, proposal.draft_computed, tier_seconds)
 
-    def _copy_blocks(self, copies: Sequence[tuple[int, int]]) -> None:
-        self._cache.copy_blocks(copies)
-        if self._proposer:
-            self._proposer.copy_blocks(copies)
+    def _move_blocks(self, plan: SchedulerOutput) -> float:
+        """What must happen to memory first, in the plan's order; returns the seconds that the second tier took."""
+        started_s = self._clock()
+        for cache in self._caches:
+            cache.store(plan.tier_stores)
+        stored_s = self._clock()
+        for cache in self._caches:
+            cache.copy_blocks(plan.block_copies)
+        copied_s = self._clock()
+        for cache in self._caches:
+            cache.load(plan.tier_loads)
+        return stored_s - started_s + self._clock() - copied_s
 
     def _run_target(self, plan: SchedulerOutput, proposal: Proposal) -> list[Floats]:
         """(K+1, V) logits for each request that yields: behind its last token and behind each of its drafts."""

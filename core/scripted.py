@@ -7,6 +7,7 @@ and streams are the real engine's: only the model is not run for these requests,
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import accumulate, chain
 
 from core.errors import InvalidRequest
@@ -76,11 +77,8 @@ class ScriptedRunner:
         sampled = {
             r.request_id: _say(s, r) for s in plan.scheduled for r in s.yielding_requests if r.script is not None
         }
-        if sampled and not others and not plan.block_copies:
-            return ModelRunnerOutput(sampled)
-        rest = SchedulerOutput(plan.step, others, plan.block_copies, plan.preempted)
-        result = self._inner(rest)
-        return ModelRunnerOutput({**sampled, **result.sampled}, result.draft_computed)
+        result = self._inner(replace(plan, scheduled=others))
+        return replace(result, sampled={**sampled, **result.sampled})
 
 
 def _say(scheduled: ScheduledRequest, request: Request) -> SampledTokens:

@@ -43,11 +43,8 @@ class DraftModelProposer:
     """Proposes with a draft model; `cache` has the target's number of blocks and block size."""
 
     def __init__(self, model: Transformer, cache: KVCache) -> None:
+        self.cache = cache
         self._model = model
-        self._cache = cache
-
-    def copy_blocks(self, copies: Sequence[tuple[int, int]]) -> None:
-        self._cache.copy_blocks(copies)
 
     def propose(self, plan: SchedulerOutput) -> Proposal:
         """Run the draft model over what the plan computes, then on over its own tokens where there are draft slots."""
@@ -73,9 +70,9 @@ class DraftModelProposer:
         return Proposal(drafts, computed)
 
     def _forward(self, runs: Sequence[tuple[ScheduledRequest, Sequence[int], int]]) -> NDArray[np.float32]:
-        batch = flat_batch([(tokens, position, s.block_ids) for s, tokens, position in runs], self._cache.block_size)
+        batch = flat_batch([(tokens, position, s.block_ids) for s, tokens, position in runs], self.cache.block_size)
         last_rows = np.array([span.row + span.num_tokens - 1 for span in batch.spans])
-        return self._model.forward(batch, self._cache, last_rows)
+        return self._model.forward(batch, self.cache, last_rows)
 
 
 def _catch_up(scheduled: ScheduledRequest) -> list[int]:

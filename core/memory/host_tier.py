@@ -6,6 +6,7 @@ later, the request itself or another with the same prefix, has them copied back 
 """
 
 from collections import OrderedDict
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 
@@ -37,6 +38,16 @@ class HostTier:
         if entry is not None:
             self._entries.move_to_end(block_hash)
         return entry
+
+    def leading_hits(self, block_hashes: Sequence[bytes]) -> list[TierEntry]:
+        """Entries of the leading ones of these contents that are here."""
+        hits: list[TierEntry] = []
+        for block_hash in block_hashes:
+            entry = self.find(block_hash)
+            if entry is None:
+                break
+            hits.append(entry)
+        return hits
 
     def store(self, block_hash: bytes, *, is_draft_filled: bool) -> int | None:
         """The slot to copy a block's contents to, at the cost of the least recently used; None if they are here."""

@@ -230,12 +230,7 @@ class StepPlanner:
         """Its leading blocks that the pool holds, and those behind them that the second tier holds."""
         hashes = self._could_hit(request, request.num_tokens)
         num_known = self._manager.num_known(hashes)
-        tier_hits: list[TierEntry] = []
-        for block_hash in hashes[num_known:] if self._tier is not None else ():
-            entry = self._tier.find(block_hash)
-            if entry is None:
-                break
-            tier_hits.append(entry)
+        tier_hits = [] if self._tier is None else self._tier.leading_hits(hashes[num_known:])
         return hashes[:num_known], tier_hits
 
     def _is_being_computed(self, request: Request, num_hits: int) -> bool:

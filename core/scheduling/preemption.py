@@ -7,7 +7,6 @@ Costs: T_recompute = slope * tokens, T_swap = 2 * blocks * time per block (out a
 
 from collections.abc import Callable
 
-PREEMPTION_MODES = ("recompute", "swap", "auto")
 Swaps = Callable[[int, int], bool]  # (tokens with KV, full blocks) -> copy them out?
 _MEMORY = 0.98  # how much of the past each new measurement leaves
 
