@@ -8,6 +8,7 @@ import logging
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 
@@ -16,6 +17,7 @@ from core.config import EngineConfig
 from core.errors import ContextLengthExceeded, EngineDead, InvalidRequest
 from core.memory.block_manager import BlockManager, blocks_needed
 from core.memory.host_tier import HostTier
+from core.memory.prefix_ghost import PrefixGhost
 from core.model.config import ModelConfig
 from core.request import NewRequest, Request, RequestOutput, SamplingParams
 from core.scheduling.preemption import CostModel, always_swap
@@ -61,6 +63,7 @@ class Engine:
         )
         self._cost = CostModel()
         self._tier = HostTier(config.num_tier_slots) if config.num_tier_slots else None
+        self._ghost = PrefixGhost(config.block_size, config.num_kv_blocks) if config.enable_prefix_caching else None
         self._runner: Execute = ScriptedRunner(execute) if config.enable_scripts else execute
         self._clock = clock
         self._block_manager = BlockManager(config.num_kv_blocks, config.block_size)
@@ -72,6 +75,7 @@ class Engine:
             max_model_len=self.max_model_len,
             enable_prefix_caching=config.enable_prefix_caching,
             tier=self._tier,
+            ghost=self._ghost,
             swaps=self._cost.prefers_swap if config.preemption_mode == "auto" else always_swap,
         )
         self._num_drafts = config.speculative.num_speculative_tokens if config.speculative else 0
@@ -245,6 +249,37 @@ class Engine:
         for output in outputs:
             self._gatherer.on_output(known[output.request_id], output, now_s)
 
+    def describe_kv(self) -> dict[str, Any]:
+        """Block tables, reference counts and hashes as they are now, as JSON's types. Engine thread only."""
+        manager, pool = self._block_manager, self._block_manager.pool
+        requests = [
+            {
+                "request_id": request.request_id,
+                "status": request.status.value,
+                "num_tokens": request.num_tokens,
+                "num_computed_tokens": request.num_computed_tokens,
+                "block_table": manager.block_table(request.request_id) if manager.holds(request.request_id) else [],
+            }
+            for request in self._scheduler.unfinished_requests()
+        ]
+        hashes = {block: pool.hash_of(block) for block in range(pool.num_blocks)}
+        blocks = [
+            {
+                "block": block,
+                "ref_count": pool.ref_count(block),
+                "hash": block_hash.hex() if isinstance(block_hash, bytes) else None,
+            }
+            for block, block_hash in hashes.items()
+            if pool.ref_count(block) or block_hash is not None
+        ]
+        return {
+            "block_size": manager.block_size,
+            "num_blocks": pool.num_blocks,
+            "num_free_blocks": pool.num_free_blocks,
+            "requests": requests,
+            "blocks": blocks,
+        }
+
     def _raise_if_dead(self) -> None:
         if self._is_dead:
             raise EngineDead("the engine has ended after a fault")
@@ -260,6 +295,11 @@ class Engine:
             kv_blocks_cached=pool.num_cached_blocks,
             kv_blocks_used=pool.num_used_blocks,
             kv_blocks_shared=pool.num_shared_blocks,
+            kv_slots_wasted=self._block_manager.num_wasted_slots(),
+            swap_slots_used=self._tier.num_used_slots if self._tier else 0,
+            infinite_hit_rate=self._ghost.infinite_hit_rate if self._ghost else 0.0,
+            doubled_hit_rate=self._ghost.doubled_hit_rate if self._ghost else 0.0,
+            hit_rate_error=self._ghost.relative_error if self._ghost else 0.0,
             num_preemptions=self._scheduler.num_preemptions,
         )
 

@@ -8,6 +8,7 @@ import bisect
 from collections import Counter, deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from core.request import FinishReason, Request, RequestOutput
 from core.step import SchedulerOutput
@@ -26,6 +27,7 @@ _REQUEST = (
 )
 _STEP = tuple(float(edge) for edge in (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384))
 FINISHED_REASONS = ("stop", "length", "abort", "error", "repetition")
+CACHE_SOURCES = ("device", "host", "p2p", "disk", "external_unspecified")
 PROMPT_SOURCES = ("local_compute", "local_cache_hit", "external_kv_transfer")
 ACCEPTANCE_WINDOW_STEPS = 256
 
@@ -81,10 +83,18 @@ class EngineStats:
     kv_blocks_cached: int = 0
     kv_blocks_used: int = 0
     kv_blocks_shared: int = 0
+    kv_slots_wasted: int = 0
+    swap_slots_used: int = 0
+    infinite_hit_rate: float = 0.0
+    doubled_hit_rate: float = 0.0
+    hit_rate_error: float = 0.0
+    num_swapped_out_blocks: int = 0
+    num_swapped_in_blocks: int = 0
     num_preemptions: int = 0
     num_prompt_tokens: int = 0
     num_generation_tokens: int = 0
     prompt_tokens_by_source: Mapping[str, int] = field(default_factory=dict)
+    cached_tokens_by_source: Mapping[str, int] = field(default_factory=dict)
     prefix_cache_queries: int = 0
     prefix_cache_hits: int = 0
     finished: Mapping[str, int] = field(default_factory=dict)
@@ -139,6 +149,8 @@ class StatsGatherer:
         self._times: dict[str, _Times] = {}
         self._finished: Counter[str] = Counter(dict.fromkeys(FINISHED_REASONS, 0))
         self._sources: Counter[str] = Counter(dict.fromkeys(PROMPT_SOURCES, 0))
+        self._cached: Counter[str] = Counter(dict.fromkeys(CACHE_SOURCES, 0))
+        self._num_swapped_out = self._num_swapped_in = 0
         self._num_prompt_tokens = self._num_generation_tokens = 0
         self._has_prefix_cache = has_prefix_cache
         self._queries = self._hits = 0  # tokens looked up in the prefix cache, and found
@@ -149,6 +161,8 @@ class StatsGatherer:
     def on_step(self, plan: SchedulerOutput, num_tokens: int, started_s: float) -> None:
         """A plan was computed, not yet taken up by the requests; it began at `started_s`."""
         self._histograms["iteration_tokens_total"].observe(num_tokens)
+        self._num_swapped_out += len(plan.tier_stores)
+        self._num_swapped_in += len(plan.tier_loads)
         for scheduled in plan.scheduled:
             request = scheduled.request
             times = self._times.setdefault(request.request_id, _Times())
@@ -181,6 +195,8 @@ class StatsGatherer:
             return
         self._num_prompt_tokens += request.num_prompt_tokens
         self._sources["local_cache_hit"] += request.num_cached_tokens
+        self._cached["device"] += request.num_cached_tokens - request.num_host_cached_tokens
+        self._cached["host"] += request.num_host_cached_tokens
         self._sources["local_compute"] += request.num_prompt_tokens - request.num_cached_tokens
 
     def on_finish(self, request: Request, now_s: float) -> None:
@@ -229,7 +245,7 @@ class StatsGatherer:
         if num_drafted:
             self._window.append((sum(num_drafted), sum(num_accepted)))
 
-    def snapshot(self, **gauges: int) -> EngineStats:
+    def snapshot(self, **gauges: Any) -> EngineStats:
         """Everything so far, with the gauges of this moment."""
         drafted = sum(step[0] for step in self._window)
         accepted = sum(step[1] for step in self._window)
@@ -237,6 +253,9 @@ class StatsGatherer:
             num_prompt_tokens=self._num_prompt_tokens,
             num_generation_tokens=self._num_generation_tokens,
             prompt_tokens_by_source=dict(self._sources),
+            cached_tokens_by_source=dict(self._cached),
+            num_swapped_out_blocks=self._num_swapped_out,
+            num_swapped_in_blocks=self._num_swapped_in,
             prefix_cache_queries=self._queries,
             prefix_cache_hits=self._hits,
             finished=dict(self._finished),

@@ -223,6 +223,15 @@ class BlockManager:
         filled = itertools.takewhile(self.pool.is_draft_filled, self._table(request_id))
         return sum(1 for _ in filled)
 
+    def num_wasted_slots(self) -> int:
+        """Slots in used blocks that hold no token: behind the last token of each last block."""
+        fill: dict[int, int] = {}
+        for request_id, table in self._tables.items():
+            spare = -self._num_tokens[request_id] % self.block_size
+            if spare:
+                fill[table[-1]] = min(spare, fill.get(table[-1], self.block_size))
+        return sum(fill.values())
+
     def holds(self, request_id: Hashable) -> bool:
         """True if the request has a table here."""
         return request_id in self._tables

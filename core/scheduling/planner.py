@@ -14,6 +14,7 @@ import logging
 from core.errors import InvariantViolation
 from core.memory.block_manager import BlockManager, blocks_needed
 from core.memory.host_tier import HostTier, TierEntry
+from core.memory.prefix_ghost import PrefixGhost
 from core.request import Request, RequestStatus
 from core.scheduling.policy import FirstComeFirstServed
 from core.scheduling.preemption import Swaps
@@ -47,6 +48,7 @@ class StepPlanner:
         shares_prefixes: let requests hit blocks of others.
         tier: where victims' blocks are copied; None for no second tier.
         swaps: whether they are, for each victim.
+        ghost: told of every prompt that is looked up.
     """
 
     def __init__(
@@ -61,6 +63,7 @@ class StepPlanner:
         shares_prefixes: bool,
         tier: HostTier | None,
         swaps: Swaps,
+        ghost: PrefixGhost | None,
     ) -> None:
         self.num_preemptions = 0
         self.num_deferred = 0  # requests that the last plan let wait for a block being computed
@@ -73,6 +76,7 @@ class StepPlanner:
         self._shares_prefixes = shares_prefixes
         self._tier = tier
         self._swaps = swaps
+        self._ghost = ghost
         self._num_steps = 0
         self._shares: list[_Share] = []
         self._budget = 0
@@ -191,6 +195,8 @@ class StepPlanner:
         if manager.allocate(request.request_id, num_cached + num_tokens, block_hashes=hits) is None:
             return False
         if request.status is RequestStatus.WAITING:
+            if self._ghost is not None:
+                self._ghost.look_up(self._could_hit(request, request.num_tokens), request.num_tokens)
             request.num_cached_tokens = num_cached
             request.num_host_cached_tokens = len(tier_hits) * manager.block_size
         self._swap_in(request, len(hits), tier_hits)

@@ -17,6 +17,7 @@ from typing import NamedTuple
 from core.errors import InvalidRequest, InvariantViolation, UnknownRequest
 from core.memory.block_manager import BlockManager, blocks_needed
 from core.memory.host_tier import HostTier
+from core.memory.prefix_ghost import PrefixGhost
 from core.request import FinishReason, Request, RequestOutput, SamplingParams
 from core.scheduling.planner import StepPlanner
 from core.scheduling.policy import FirstComeFirstServed
@@ -53,6 +54,7 @@ class ContinuousBatchingScheduler:
         policy: who is admitted next and who is preempted.
         tier: where blocks of preempted requests may be copied to.
         swaps: whether they are, for each victim; with a tier and without this, always.
+        ghost: told of every prompt looked up and every block published.
         enable_prefix_caching: let requests with equal beginnings share blocks. Off by default here, since requests of
             which only lengths are known (`add`) all begin alike.
     """
@@ -69,6 +71,7 @@ class ContinuousBatchingScheduler:
         enable_prefix_caching: bool = False,
         tier: HostTier | None = None,
         swaps: Swaps = always_swap,
+        ghost: PrefixGhost | None = None,
     ) -> None:
         if max_batch < 1:
             raise ValueError(f"max_batch is {max_batch}, at least 1 is needed")
@@ -87,11 +90,13 @@ class ContinuousBatchingScheduler:
             shares_prefixes=enable_prefix_caching,
             tier=tier,
             swaps=swaps,
+            ghost=ghost,
         )
         self._execute = execute
         self._max_model_len = max_model_len
         self._publishes = enable_prefix_caching
         self._tier = tier
+        self._ghost = ghost
         self._trackers: dict[str, StopTracker] = {}
         self._outputs: list[RequestOutput] = []
         self._pinned: list[int] = []  # sources of block copies that the plan under way reads
@@ -286,7 +291,10 @@ class ContinuousBatchingScheduler:
         # A stop inside an accepted run leaves tokens with KV that the request does not have.
         num_full = min(request.num_computed_tokens, request.num_tokens) // manager.block_size
         if num_full > request.num_published_blocks:
-            manager.publish(request.request_id, request.block_hashes(manager.block_size, num_full))
+            hashes = request.block_hashes(manager.block_size, num_full)
+            manager.publish(request.request_id, hashes)
+            if self._ghost is not None:
+                self._ghost.publish(hashes[request.num_published_blocks :])
             request.num_published_blocks = num_full
         num_filled = min(request.num_draft_computed_tokens // manager.block_size, num_full)
         if num_filled > request.num_draft_filled_blocks:
