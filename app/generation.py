@@ -10,7 +10,7 @@ import re
 import time
 import uuid
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Self
 
 from app.engine_loop import EngineLoop, Stream, family_ids
@@ -102,7 +102,7 @@ class Ask:
     params: SamplingParams
     n: int
     best_of: int | None = None
-    cache_salt: Mapping[str, str]
+    cache_salt: Mapping[str, str] = field(default_factory=dict)
     script: tuple[ScriptEntry, ...] | None
     add_special_tokens: bool
     trace_id: str | None

@@ -7,7 +7,7 @@ One thread at a time may touch it; only `check`, `stats` and what never changes 
 import logging
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -28,6 +28,26 @@ from core.step import Execute, ModelRunnerOutput, SchedulerOutput
 from core.tokenizer import IncrementalDetokenizer, Tokenizer
 
 logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class _Executed:
+    """A plan that was computed, and who got tokens by it: a request with siblings, for each of `plan.scheduled`."""
+
+    plan: SchedulerOutput
+    result: ModelRunnerOutput
+    yielding: list[tuple[Request, ...]]
+
+    def num_drafted(self, request_id: str) -> int:
+        sampled = self.result.sampled.get(request_id)
+        return 0 if sampled is None else sampled.num_draft_tokens
+
+    @property
+    def num_tokens(self) -> int:
+        """Prompt tokens computed plus tokens emitted (what a stop cut off was not). Asked after the update."""
+        computed = sum(max(0, min(s.end, s.request.num_prompt_tokens) - s.start) for s in self.plan.scheduled)
+        pairs = zip(self.plan.scheduled, self.yielding, strict=True)
+        return computed + sum(member.num_tokens - s.end for s, family in pairs for member in family)
 
 
 class Engine:
@@ -83,7 +103,7 @@ class Engine:
         self._gatherer = StatsGatherer(
             self.max_model_len, self._num_drafts, has_prefix_cache=config.enable_prefix_caching
         )
-        self._executed: list[tuple[SchedulerOutput, ModelRunnerOutput]] = []  # in the step under way
+        self._executed: list[_Executed] = []  # in the step under way
         self._is_dead = False
         self.stats: EngineStats = self._snapshot()
 
@@ -226,8 +246,8 @@ class Engine:
         started_s = self._clock()
         result = self._runner(plan)
         self._measure(plan, result, self._clock() - started_s)
-        self._gatherer.on_step(plan, _num_iteration_tokens(plan, result), started_s)
-        self._executed.append((plan, result))
+        self._gatherer.on_step(plan, started_s)
+        self._executed.append(_Executed(plan, result, [s.yielding_requests for s in plan.scheduled]))
         return result
 
     def _measure(self, plan: SchedulerOutput, result: ModelRunnerOutput, seconds: float) -> None:
@@ -239,12 +259,13 @@ class Engine:
 
     def _gather(self, outputs: Sequence[RequestOutput], known: dict[str, Request]) -> None:
         now_s = self._clock()
-        for plan, result in self._executed:
-            drafted = [s for s in plan.scheduled if _num_drafted(result, s.request_id)]
+        for executed in self._executed:
+            self._gatherer.on_iteration(executed.num_tokens)
+            drafted = [(s, n) for s in executed.plan.scheduled if (n := executed.num_drafted(s.request_id))]
             self._gatherer.on_drafts(
-                [_num_drafted(result, s.request_id) for s in drafted],
+                [n for _, n in drafted],
                 # What a stop cut off was not emitted, and the last token is never a draft's merit.
-                [s.request.num_tokens - s.end - 1 for s in drafted],
+                [s.request.num_tokens - s.end - 1 for s, _ in drafted],
             )
         for output in outputs:
             self._gatherer.on_output(known[output.request_id], output, now_s)
@@ -302,14 +323,3 @@ class Engine:
             hit_rate_error=self._ghost.relative_error if self._ghost else 0.0,
             num_preemptions=self._scheduler.num_preemptions,
         )
-
-
-def _num_drafted(result: ModelRunnerOutput, request_id: str) -> int:
-    sampled = result.sampled.get(request_id)
-    return 0 if sampled is None else sampled.num_draft_tokens
-
-
-def _num_iteration_tokens(plan: SchedulerOutput, result: ModelRunnerOutput) -> int:
-    """Prompt tokens computed plus tokens emitted in the step (what a stop cut off was not)."""
-    computed = sum(max(0, min(s.end, s.request.num_prompt_tokens) - s.start) for s in plan.scheduled)
-    return computed + sum(s.request.num_tokens - s.end for s in plan.scheduled if s.request_id in result.sampled)

@@ -158,9 +158,12 @@ class StatsGatherer:
         self._accepted_per_position = [0] * num_draft_positions
         self._window: deque[tuple[int, int]] = deque(maxlen=ACCEPTANCE_WINDOW_STEPS)  # (drafted, accepted) a step
 
-    def on_step(self, plan: SchedulerOutput, num_tokens: int, started_s: float) -> None:
-        """A plan was computed, not yet taken up by the requests; it began at `started_s`."""
+    def on_iteration(self, num_tokens: int) -> None:
+        """A step computed and emitted so many tokens."""
         self._histograms["iteration_tokens_total"].observe(num_tokens)
+
+    def on_step(self, plan: SchedulerOutput, started_s: float) -> None:
+        """A plan was computed, not yet taken up by the requests; it began at `started_s`."""
         self._num_swapped_out += len(plan.tier_stores)
         self._num_swapped_in += len(plan.tier_loads)
         for scheduled in plan.scheduled:
