@@ -141,6 +141,7 @@ def sampling_params(body: GenerationRequest, *, max_tokens: int | None, num_logp
         logit_bias=_logit_bias(body.logit_bias or {}),
         stop=tuple(stop),
         stop_token_ids=tuple(body.stop_token_ids or ()),
+        speculative_tokens=body.speculative.num_speculative_tokens if body.speculative else None,
         **given,
     )
 

@@ -112,6 +112,12 @@ Script = Annotated[
 ]
 
 
+class Speculative(StrictModel):
+    """Drafting for this request alone; 0 turns it off."""
+
+    num_speculative_tokens: Annotated[int, Field(ge=0)]
+
+
 class GenerationRequest(StrictModel):
     """What completions and chat have in common."""
 
@@ -139,6 +145,7 @@ class GenerationRequest(StrictModel):
     request_id: str | None = None
     cache_salt: Annotated[str, Field(min_length=1, max_length=256)] | None = None
     # ours
+    speculative: Speculative | None = None
     script: Script = None
 
 

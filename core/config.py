@@ -20,15 +20,44 @@ _CGROUP = Path("/sys/fs/cgroup")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SpeculativeConfig:
-    """`method` is where drafts come from; `num_speculative_tokens` how many a step, at most."""
+    """How drafts are made and judged; spelled as vLLM's.
+
+    Args:
+        method: `draft_model`, or `ngram`, which looks the last tokens up in what has been said before.
+        num_speculative_tokens: drafts a step, at most.
+        model: the draft model, as `EngineConfig.model`; None for the embedded pair's.
+        prompt_lookup_min, prompt_lookup_max: tokens that must be found again, longest first (`ngram`).
+        disable_by_batch_size: with more requests than this in a step nobody drafts: rows are no longer free then.
+        verification: `block` or `token`, the rule for requests without a seed (see `core.decoding.speculative`).
+    """
 
     method: str = "draft_model"
     num_speculative_tokens: int = 3
     model: str | None = None
+    prompt_lookup_min: int = 2
+    prompt_lookup_max: int = 4
+    verification: str = "block"
+    disable_by_batch_size: int = 16
 
     def __post_init__(self) -> None:
-        if self.method != "draft_model":
-            raise InvalidRequest(f"speculative method {self.method!r} is unknown, known is 'draft_model'", "method")
+        if self.method not in ("draft_model", "ngram"):
+            raise InvalidRequest(
+                f"speculative method is {self.method!r}, allowed are 'draft_model' and 'ngram'", "method"
+            )
+        if self.verification not in ("block", "token"):
+            raise InvalidRequest(
+                f"verification is {self.verification!r}, allowed are 'block' and 'token'", "verification"
+            )
+        if self.disable_by_batch_size < 1:
+            raise InvalidRequest(
+                f"disable_by_batch_size is {self.disable_by_batch_size}, at least 1 is needed", "disable_by_batch_size"
+            )
+        if not 1 <= self.prompt_lookup_min <= self.prompt_lookup_max:
+            raise InvalidRequest(
+                f"prompt_lookup_min is {self.prompt_lookup_min}, allowed is"
+                f" [1, prompt_lookup_max = {self.prompt_lookup_max}]",
+                "prompt_lookup_min",
+            )
         if not 1 <= self.num_speculative_tokens <= 16:
             raise InvalidRequest(
                 f"num_speculative_tokens is {self.num_speculative_tokens}, allowed is [1, 16]", "num_speculative_tokens"

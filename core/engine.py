@@ -96,6 +96,7 @@ class Engine:
             enable_prefix_caching=config.enable_prefix_caching,
             tier=self._tier,
             ghost=self._ghost,
+            max_drafting=config.speculative.disable_by_batch_size if config.speculative else None,
             swaps=self._cost.prefers_swap if config.preemption_mode == "auto" else always_swap,
         )
         self._num_drafts = config.speculative.num_speculative_tokens if config.speculative else 0

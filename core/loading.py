@@ -18,7 +18,8 @@ from core.config import (
     memory_limit_bytes,
     num_usable_cores,
 )
-from core.decoding.proposers import DraftModelProposer
+from core.decoding.proposers import DraftModelProposer, NgramProposer, Proposer
+from core.decoding.speculative import VERIFICATION_RULES
 from core.engine import Engine
 from core.errors import InvalidRequest, ModelLoadError
 from core.memory.block_manager import blocks_needed
@@ -97,7 +98,7 @@ def _model_path(model: str) -> Path:
 
 
 def _draft_path(config: EngineConfig) -> Path | None:
-    if config.speculative is None:
+    if config.speculative is None or config.speculative.method == "ngram":
         return None
     if config.speculative.model is not None:
         return _model_path(config.speculative.model)
@@ -125,11 +126,20 @@ def load_engine(config: EngineConfig) -> Engine:
         max_model_len=memory.max_model_len,
     )
     model, cache = _model_and_cache(weights, memory, config, "target")
-    proposer = None
+    verify = VERIFICATION_RULES[config.speculative.verification if config.speculative else "block"]
+    runner = ModelRunner(model, cache, _proposer(config, weights.config, draft_weights, memory), verify=verify)
+    return Engine(config, weights.config, _tokenizer(config), runner)
+
+
+def _proposer(
+    config: EngineConfig, target: ModelConfig, draft_weights: LoadedWeights | None, memory: KVMemory
+) -> Proposer | None:
     if draft_weights is not None:
-        _check_pair(weights.config, draft_weights.config)
-        proposer = DraftModelProposer(*_model_and_cache(draft_weights, memory, config, "draft"))
-    return Engine(config, weights.config, _tokenizer(config), ModelRunner(model, cache, proposer))
+        _check_pair(target, draft_weights.config)
+        return DraftModelProposer(*_model_and_cache(draft_weights, memory, config, "draft"))
+    if config.speculative is not None:
+        return NgramProposer(config.speculative.prompt_lookup_min, config.speculative.prompt_lookup_max)
+    return None
 
 
 def _num_tier_slots(config: EngineConfig, memory: KVMemory) -> int:

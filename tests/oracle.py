@@ -184,16 +184,37 @@ def cells(breakpoints: Sequence[float] | Doubles) -> tuple[Doubles, Doubles]:
     return (edges[:-1] + edges[1:]) / 2, np.diff(edges)
 
 
+def block_thresholds(
+    drafted: Sequence[int], target_KV: Doubles, draft_KV: Doubles
+) -> tuple[list[float], list[float]]:
+    """p_0..p_K and h_1..h_K of block verification (Sun et al. 2025), by its formulae."""
+    weights, thresholds = [1.0], []
+    for i, token in enumerate(drafted):
+        weights.append(min(weights[-1] * target_KV[i, token] / draft_KV[i, token], 1.0))
+        if i + 1 < len(drafted):
+            mass = float(np.maximum(weights[-1] * target_KV[i + 1] - draft_KV[i + 1], 0).sum())
+            thresholds.append(mass / (mass + 1 - weights[-1]) if mass + 1 - weights[-1] else 0.0)
+        else:
+            thresholds.append(weights[-1])
+    return weights, thresholds
+
+
 def uniform_grid(drafted: Sequence[int], target_KV: Doubles, draft_KV: Doubles) -> tuple[Doubles, Doubles]:
     """((U, K+1) draws, (U,) their weights) on which any rule with the usual thresholds is integrated exactly.
 
-    Thresholds: the ratios of the laws at the drafted tokens, either way round; running sums of laws and residuals.
+    Thresholds: the ratios of the laws at the drafted tokens, either way round; those of block verification; running
+    sums of laws and residuals, plain and weighted.
     """
     at_draft = (np.arange(len(drafted)), np.array(drafted, np.int64))
     target_K, draft_K = target_KV[at_draft], draft_KV[at_draft]
     residual_KV = np.maximum(target_KV[:-1] - draft_KV, 0)
-    sums_V = [law_V.cumsum() / (law_V.sum() or 1) for law_V in (*target_KV, *draft_KV, *residual_KV)]
-    axes = [cells([t / d if d else 0, d / t if t else 0]) for t, d in zip(target_K, draft_K, strict=True)]
+    weights_K, thresholds_K = block_thresholds(drafted, target_KV, draft_KV)
+    weighted_KV = np.maximum(np.array(weights_K[:-1])[:, None] * target_KV[:-1] - draft_KV, 0)
+    sums_V = [law_V.cumsum() / (law_V.sum() or 1) for law_V in (*target_KV, *draft_KV, *residual_KV, *weighted_KV)]
+    axes = [
+        cells([t / d if d else 0, d / t if t else 0, h])
+        for t, d, h in zip(target_K, draft_K, thresholds_K, strict=True)
+    ]
     axes.append(cells(np.concatenate(sums_V)))
     draws = np.stack([g.ravel() for g in np.meshgrid(*(axis[0] for axis in axes), indexing="ij")], axis=1)
     weights = np.stack([g.ravel() for g in np.meshgrid(*(axis[1] for axis in axes), indexing="ij")], axis=1)

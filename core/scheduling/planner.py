@@ -49,6 +49,7 @@ class StepPlanner:
         tier: where victims' blocks are copied; None for no second tier.
         swaps: whether they are, for each victim.
         ghost: told of every prompt that is looked up.
+        max_drafting: with more requests than this in a step nobody drafts; None for no limit.
     """
 
     def __init__(
@@ -64,6 +65,7 @@ class StepPlanner:
         tier: HostTier | None,
         swaps: Swaps,
         ghost: PrefixGhost | None,
+        max_drafting: int | None,
     ) -> None:
         self.num_preemptions = 0
         self.num_deferred = 0  # requests that the last plan let wait for a block being computed
@@ -77,6 +79,7 @@ class StepPlanner:
         self._tier = tier
         self._swaps = swaps
         self._ghost = ghost
+        self._max_drafting = max_drafting or _UNLIMITED
         self._num_steps = 0
         self._shares: list[_Share] = []
         self._budget = 0
@@ -254,6 +257,8 @@ class StepPlanner:
     # Drafts
 
     def _reserve_drafts(self) -> None:
+        if len(self._shares) > self._max_drafting:
+            return
         for share in self._shares:
             request = share.request
             if share.yields_token and not request.siblings:

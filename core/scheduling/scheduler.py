@@ -55,6 +55,7 @@ class ContinuousBatchingScheduler:
         tier: where blocks of preempted requests may be copied to.
         swaps: whether they are, for each victim; with a tier and without this, always.
         ghost: told of every prompt looked up and every block published.
+        max_drafting: with more requests than this in a step nobody drafts; None for no limit.
         enable_prefix_caching: let requests with equal beginnings share blocks. Off by default here, since requests of
             which only lengths are known (`add`) all begin alike.
     """
@@ -72,6 +73,7 @@ class ContinuousBatchingScheduler:
         tier: HostTier | None = None,
         swaps: Swaps = always_swap,
         ghost: PrefixGhost | None = None,
+        max_drafting: int | None = None,
     ) -> None:
         if max_batch < 1:
             raise ValueError(f"max_batch is {max_batch}, at least 1 is needed")
@@ -91,6 +93,7 @@ class ContinuousBatchingScheduler:
             tier=tier,
             swaps=swaps,
             ghost=ghost,
+            max_drafting=max_drafting,
         )
         self._execute = execute
         self._max_model_len = max_model_len
