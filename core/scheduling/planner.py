@@ -257,11 +257,12 @@ class StepPlanner:
     # Drafts
 
     def _reserve_drafts(self) -> None:
-        if len(self._shares) > self._max_drafting:
-            return
+        is_crowded = len(self._shares) > self._max_drafting
         for share in self._shares:
             request = share.request
-            if share.yields_token and not request.siblings:
+            # Scripts say their groups in one step, however many run.
+            may_draft = not is_crowded or request.script is not None
+            if may_draft and share.yields_token and not request.siblings:
                 context_left = self._max_model_len - request.num_tokens - 1  # one token more comes behind the drafts
                 wanted = min(request.num_drafts_wanted, self._budget, max(0, context_left))
                 share.num_draft_slots = self.reserve(request, wanted)
