@@ -139,8 +139,12 @@ class DraftModelProposer:
 
 
 def _drafting_is_off(followed: Sequence[ScheduledRequest]) -> bool:
-    """True if somebody could use drafts and nobody may have any: then the draft model falls behind, and catches up."""
-    could_draft = any(s.yields_token and s.request.num_drafts_wanted for s in followed)
+    """True if somebody could use drafts and nobody may have any: then the draft model falls behind, and catches up.
+
+    Samples about to be born have no slots in any batch. If the draft model did not follow their prompt now, each of
+    them would catch up on it alone.
+    """
+    could_draft = any(s.yields_token and s.request.num_drafts_wanted and not s.request.siblings for s in followed)
     return could_draft and not any(s.num_draft_slots for s in followed)
 
 

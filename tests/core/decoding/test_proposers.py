@@ -128,6 +128,13 @@ def test_draft_model_runs_where_nobody_has_a_use_for_drafts() -> None:
     assert {"last": len(PROMPT)} == propose(a_proposer(), scheduled(last, 0)).draft_computed
 
 
+def test_draft_model_follows_a_prompt_of_several_samples_once() -> None:
+    """They have no slots before they are born; each would have to catch up on the prompt alone."""
+    parent = request_of()
+    parent.siblings = [request_of(request_id="sibling")]
+    assert {"r": len(PROMPT)} == propose(a_proposer(), scheduled(parent, 0)).draft_computed
+
+
 @pytest.mark.parametrize("params", [{"temperature": 0}, {"seed": 3}, {}], ids=str)
 @pytest.mark.parametrize("num_seen", [0, 4, len(PROMPT)])
 def test_draft_model_that_fell_behind_proposes_as_one_that_starts_afresh(params: dict[str, Any], num_seen: int) -> None:
