@@ -17,7 +17,7 @@ from core.model_runner import ModelRunner
 from core.request import Request, SamplingParams
 from core.step import ScheduledRequest, SchedulerOutput
 from tests import oracle
-from tests.core.decoding.test_speculative import plain_block_rule, plain_rule
+from tests.core.decoding.plain_rules import plain_block_rule, plain_rule
 from tests.core.small_models import (
     DRAFT,
     EOS,
