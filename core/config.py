@@ -37,9 +37,12 @@ class SpeculativeConfig:
     prompt_lookup_min: int = 2
     prompt_lookup_max: int = 4
     verification: str = "block"
-    disable_by_batch_size: int = 16
+    disable_by_batch_size: int = 8
 
     def __post_init__(self) -> None:
+        for name in ("num_speculative_tokens", "prompt_lookup_min", "prompt_lookup_max", "disable_by_batch_size"):
+            if type(getattr(self, name)) is not int:  # it comes from JSON, where 2.5 and true are numbers too
+                raise InvalidRequest(f"{name} is {getattr(self, name)!r}, a whole number is needed", name)
         if self.method not in ("draft_model", "ngram"):
             raise InvalidRequest(
                 f"speculative method is {self.method!r}, allowed are 'draft_model' and 'ngram'", "method"
