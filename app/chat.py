@@ -135,7 +135,7 @@ async def create_chat_completion(body: ChatRequest, request: Request, service: S
     arrival_s = time.monotonic()
     body.refuse_unsupported()
     options = stream_options(body)
-    ask = await _ask(service, body, trace_id(request, body.request_id), arrival_s)
+    ask = await _ask(service, body, request, arrival_s)
     job = await service.prepare(ask)
     writer = _Writer(job, body, service.engine.tokenizer, service.fingerprint)
     headers = {"x-request-id": job.trace_id}
@@ -146,7 +146,7 @@ async def create_chat_completion(body: ChatRequest, request: Request, service: S
     return Response(content, headers=headers, media_type="application/json")
 
 
-async def _ask(service: Service, body: ChatRequest, given_id: str | None, arrival_s: float) -> Ask:
+async def _ask(service: Service, body: ChatRequest, request: Request, arrival_s: float) -> Ask:
     model = service.check_model(body.model)
     params = _params(body)
     script = parse_script(body.script, is_enabled=service.settings.enable_scripts)
@@ -163,9 +163,10 @@ async def _ask(service: Service, body: ChatRequest, given_id: str | None, arriva
         prompt=text,
         params=params,
         n=body.n or 1,
+        cache_salt=service.cache_salt(request, body),
         script=script,
         add_special_tokens=bool(body.add_special_tokens),  # the template writes them
-        trace_id=given_id,
+        trace_id=trace_id(request, body.request_id),
         arrival_s=arrival_s,
     )
 

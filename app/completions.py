@@ -39,7 +39,7 @@ async def create_completion(body: CompletionRequest, request: Request, service: 
     arrival_s = time.monotonic()
     body.refuse_unsupported()
     options = stream_options(body)
-    ask = _ask(service, body, trace_id(request, body.request_id), arrival_s)
+    ask = _ask(service, body, request, arrival_s)
     job = await service.prepare(ask)
     writer = _Writer(job, body, service.engine.tokenizer, service.fingerprint)
     headers = {"x-request-id": job.trace_id}
@@ -50,9 +50,8 @@ async def create_completion(body: CompletionRequest, request: Request, service: 
     return _json(await sse.while_connected(request.receive, _complete(service, job, writer)), headers)
 
 
-def _ask(service: Service, body: CompletionRequest, given_id: str | None, arrival_s: float) -> Ask:
-    if body.best_of is not None and body.best_of != 1:
-        raise unsupported("best_of", "above 1 is not supported by this server")
+def _ask(service: Service, body: CompletionRequest, request: Request, arrival_s: float) -> Ask:
+    best_of = _best_of(body)
     if body.echo and body.logprobs is not None:
         raise unsupported("echo", "together with logprobs is not supported by this server")
     if _generates_nothing(body) and body.stream:
@@ -65,14 +64,28 @@ def _ask(service: Service, body: CompletionRequest, given_id: str | None, arriva
         params=sampling_params(
             body,
             max_tokens=None if _generates_nothing(body) else max_tokens,
-            num_logprobs=body.logprobs,
+            num_logprobs=0 if best_of is not None and body.logprobs is None else body.logprobs,
         ),
         n=body.n or 1,
+        best_of=best_of,
+        cache_salt=service.cache_salt(request, body),
         script=parse_script(body.script, is_enabled=service.settings.enable_scripts),
         add_special_tokens=body.add_special_tokens is not False,
-        trace_id=given_id,
+        trace_id=trace_id(request, body.request_id),
         arrival_s=arrival_s,
     )
+
+
+def _best_of(body: CompletionRequest) -> int | None:
+    """How many samples to choose from; None where all that are drawn are shown."""
+    n = body.n or 1
+    if body.best_of is None or body.best_of == n:
+        return None
+    if body.best_of < n:
+        raise InvalidRequest(f"best_of is {body.best_of}, at least n = {n} is needed", "best_of")
+    if body.stream:
+        raise InvalidRequest("best_of above n cannot be streamed: the best are known at the end", "best_of")
+    return body.best_of
 
 
 def _generates_nothing(body: CompletionRequest) -> bool:
@@ -148,7 +161,7 @@ class _Writer:
 
     def prompts_alone(self) -> list[CompletionChoice]:
         """Every choice when nothing is generated."""
-        return [self._prompt_alone(i, self._start(i), is_finished=True) for i in range(len(self._job.requests))]
+        return [self._prompt_alone(i, self._start(i), is_finished=True) for i in range(self._job.num_choices)]
 
     def _start(self, index: int) -> str:
         """The echoed prompt, '' without echo; its text counts for the offsets of what follows."""

@@ -9,17 +9,28 @@ buffer (a reader that stops reading is aborted), and a drain (what is still open
 import asyncio
 import logging
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from typing import Any, TypeVar
 
 from app.errors import ApiError, unavailable
 from core import DuplicateRequest, Engine, EngineDead, InvalidRequest, NewRequest, RequestOutput
 
 logger = logging.getLogger(__name__)
+T = TypeVar("T")
 
 MAX_BUFFERED_OUTPUTS = 1024  # per sequence; far more than a reader on a bad line leaves lying
 IDLE_S = 15.0  # a quiet stream is given a sign of life this often: proxies cut at 30 s or 60 s
+
+
+def family_ids(request: NewRequest) -> tuple[str, ...]:
+    """Ids of all samples of a request, choice by choice."""
+    return (request.request_id, *request.sibling_ids)
+
+
+def _num_sequences(requests: Iterable[NewRequest]) -> int:
+    return sum(1 + len(request.sibling_ids) for request in requests)
 
 
 class Stream:
@@ -86,6 +97,8 @@ class _Turn:
 
     new: deque[NewRequest]
     aborts: list[str]
+    calls: list[tuple[Callable[[Engine], Any], asyncio.Future[Any]]]
+    answers: list[Any] = field(default_factory=list)
     outputs: list[RequestOutput] = field(default_factory=list)
     refused: dict[str, Exception] = field(default_factory=dict)
 
@@ -120,6 +133,7 @@ class EngineLoop:
         self._handed_over: deque[NewRequest] = deque()  # the worker takes them from here one by one
         self._num_handed_over = 0  # in this turn, those already taken included
         self._aborts: list[str] = []
+        self._calls: list[tuple[Callable[[Engine], Any], asyncio.Future[Any]]] = []
         self._streams: dict[str, Stream] = {}  # by request id
         self._known = engine.stats  # as of the end of the last turn, so that it agrees with _num_handed_over
         self._wake = asyncio.Event()
@@ -133,8 +147,8 @@ class EngineLoop:
 
     @property
     def num_in_inbox(self) -> int:
-        """Requests that the engine has not been told of yet; they wait as much as those it queues."""
-        return len(self._inbox) + len(self._handed_over)
+        """Sequences that the engine has not been told of yet; they wait as much as those it queues."""
+        return _num_sequences(self._inbox) + _num_sequences(tuple(self._handed_over))
 
     @property
     def num_open_streams(self) -> int:
@@ -142,7 +156,7 @@ class EngineLoop:
 
     @property
     def is_busy(self) -> bool:
-        return bool(self._inbox or self._aborts or self.engine.has_unfinished_requests)
+        return bool(self._inbox or self._aborts or self._calls or self.engine.has_unfinished_requests)
 
     def submit(self, requests: Sequence[NewRequest]) -> Stream:
         """Queue the sequences of one HTTP request, all or none.
@@ -153,14 +167,22 @@ class EngineLoop:
             InvalidRequest: the queue could never hold so many.
         """
         self.refuse_if_closed()
-        self._refuse_if_full(len(requests))
-        ids = [request.request_id for request in requests]
+        ids = [request_id for request in requests for request_id in family_ids(request)]
+        self._refuse_if_full(len(ids))
         stream = Stream(self, ids, max_buffered=self._max_buffered, idle_s=self._idle_s)
         self._streams.update(dict.fromkeys(ids, stream))
         self._inbox.extend(requests)
         self._idle.clear()
         self._wake.set()
         return stream
+
+    async def call(self, function: Callable[[Engine], T]) -> T:
+        """What `function` returns, called with the engine between two steps. It must not raise."""
+        self.refuse_if_closed()
+        future: asyncio.Future[T] = asyncio.get_running_loop().create_future()
+        self._calls.append((function, future))
+        self._wake.set()
+        return await future
 
     def release(self, stream: Stream) -> None:
         """Forget a stream and abort what still runs of it, within one step."""
@@ -203,7 +225,7 @@ class EngineLoop:
             raise InvalidRequest(
                 f"{num_new} sequences in one request, limit is {self._max_queue + max_batch}", "prompt"
             )
-        num_waiting = self._known.num_waiting + self._num_handed_over + len(self._inbox)
+        num_waiting = self._known.num_waiting + self._num_handed_over + _num_sequences(self._inbox)
         num_places = max(0, max_batch - self._known.num_running)
         if num_waiting + num_new > self._max_queue + num_places:
             self.num_rejections += 1
@@ -220,16 +242,17 @@ class EngineLoop:
             self._die(error)
 
     async def _turn(self) -> None:
-        turn = _Turn(deque(self._inbox), self._aborts)
-        self._handed_over, self._num_handed_over = turn.new, len(turn.new)
-        self._inbox, self._aborts = [], []
+        turn = _Turn(deque(self._inbox), self._aborts, self._calls)
+        self._handed_over, self._num_handed_over = turn.new, _num_sequences(turn.new)
+        self._inbox, self._aborts, self._calls = [], [], []
         await asyncio.get_running_loop().run_in_executor(self._worker, self._take, turn)
         self._num_handed_over = 0
         self._known = self.engine.stats
         self._deal_out(turn)
 
     def _take(self, turn: _Turn) -> None:
-        """In the worker thread: add, abort, step. Aborts come second, so that each finds its request."""
+        """In the worker thread: calls, add, abort, step. Aborts come behind adds, so that each finds its request."""
+        turn.answers = [function(self.engine) for function, _ in turn.calls]
         while turn.new:
             request = turn.new[0]
             try:
@@ -243,6 +266,9 @@ class EngineLoop:
             turn.outputs = self.engine.step()
 
     def _deal_out(self, turn: _Turn) -> None:
+        for (_, future), answer in zip(turn.calls, turn.answers, strict=True):
+            if not future.cancelled():
+                future.set_result(answer)
         for request_id, error in turn.refused.items():
             if (stream := self._streams.get(request_id)) is not None:
                 stream.open_ids.discard(request_id)

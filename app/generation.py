@@ -10,10 +10,10 @@ import re
 import time
 import uuid
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Self
 
-from app.engine_loop import EngineLoop, Stream
+from app.engine_loop import EngineLoop, Stream, family_ids
 from app.errors import SERVER_ERROR, ApiError, unsupported
 from app.schemas import MAX_PROMPTS, FinishReason, GenerationRequest, PromptTokensDetails, StreamOptions, Usage
 from core import (
@@ -61,17 +61,30 @@ class Prompt:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
-    """One HTTP request, checked and ready for the engine; `requests[i]` is choice `i`."""
+    """One HTTP request, checked and ready for the engine: a NewRequest, with its siblings, for each prompt.
+
+    `num_samples` of each prompt are drawn and `n` of them shown; `request_ids[i]` is sample i, prompt after prompt.
+    """
 
     id: str
     trace_id: str
     created: int
     model: str
     n: int
+    num_samples: int
     prompts: tuple[Prompt, ...]
     requests: tuple[NewRequest, ...]
 
+    @property
+    def num_choices(self) -> int:
+        return self.n * len(self.prompts)
+
+    @property
+    def request_ids(self) -> list[str]:
+        return [request_id for request in self.requests for request_id in family_ids(request)]
+
     def prompt_of(self, index: int) -> Prompt:
+        """The prompt of a choice."""
         return self.prompts[index // self.n]
 
 
@@ -88,6 +101,8 @@ class Ask:
     prompt: Any
     params: SamplingParams
     n: int
+    best_of: int | None = None
+    cache_salt: Mapping[str, str] = field(default_factory=dict)
     script: tuple[ScriptEntry, ...] | None
     add_special_tokens: bool
     trace_id: str | None
@@ -126,6 +141,7 @@ def sampling_params(body: GenerationRequest, *, max_tokens: int | None, num_logp
         logit_bias=_logit_bias(body.logit_bias or {}),
         stop=tuple(stop),
         stop_token_ids=tuple(body.stop_token_ids or ()),
+        speculative_tokens=body.speculative.num_speculative_tokens if body.speculative else None,
         **given,
     )
 
@@ -189,8 +205,12 @@ def build(engine: Engine, ask: Ask) -> Job:
     Raises:
         InvalidRequest: one of them cannot be served, so none is; the message names it.
     """
-    if ask.n > engine.config.max_num_seqs:
-        raise InvalidRequest(f"n is {ask.n}, this server runs at most {engine.config.max_num_seqs} at once", "n")
+    num_samples = ask.best_of or ask.n
+    if num_samples > engine.config.max_num_seqs:
+        name = "n" if ask.best_of is None else "best_of"
+        raise InvalidRequest(
+            f"{name} is {num_samples}, this server runs at most {engine.config.max_num_seqs} at once", name
+        )
     job_id, items = f"{ask.kind}-{uuid.uuid4().hex}", prompt_items(ask.prompt)
     prompts: list[Prompt] = []
     requests: list[NewRequest] = []
@@ -201,31 +221,30 @@ def build(engine: Engine, ask: Ask) -> Job:
         except InvalidRequest as error:
             raise _explained(error, engine, f"prompt {number}: " if len(items) > 1 else "") from error
         prompts.append(prompt)
-        ids = [f"{job_id}-{number * ask.n + sample}" for sample in range(ask.n)]
-        requests += _samples(ids, prompt, params, ask)
+        ids = [f"{job_id}-{number * num_samples + sample}" for sample in range(num_samples)]
+        requests.append(_family(ids, prompt, params, ask))
     return Job(
         id=job_id,
         trace_id=ask.trace_id or job_id,
         created=int(time.time()),
         model=ask.model,
         n=ask.n,
+        num_samples=num_samples,
         prompts=tuple(prompts),
         requests=tuple(requests),
     )
 
 
-def _samples(ids: Sequence[str], prompt: Prompt, params: SamplingParams, ask: Ask) -> list[NewRequest]:
-    return [
-        NewRequest(
-            request_id=request_id,
-            prompt_token_ids=prompt.token_ids,
-            params=params,
-            choice=choice,
-            arrival_s=ask.arrival_s,
-            script=ask.script,
-        )
-        for choice, request_id in enumerate(ids)
-    ]
+def _family(ids: Sequence[str], prompt: Prompt, params: SamplingParams, ask: Ask) -> NewRequest:
+    return NewRequest(
+        request_id=ids[0],
+        prompt_token_ids=prompt.token_ids,
+        params=params,
+        arrival_s=ask.arrival_s,
+        sibling_ids=tuple(ids[1:]),
+        cache_salt=ask.cache_salt,
+        script=ask.script,
+    )
 
 
 def _explained(error: InvalidRequest, engine: Engine, where: str) -> InvalidRequest:
@@ -244,7 +263,7 @@ class Run:
         self.job = job
         self._loop = loop
         self._stream: Stream | None = None
-        self._index = {request.request_id: index for index, request in enumerate(job.requests)}
+        self._index = {request_id: index for index, request_id in enumerate(job.request_ids)}
         self._last: dict[int, RequestOutput] = {}
 
     def __enter__(self) -> Self:
@@ -260,7 +279,7 @@ class Run:
         return self
 
     async def __anext__(self) -> list[tuple[int, RequestOutput]]:
-        """(choice, output) pairs of the steps since the last time; [] is a sign of life. Raises for a failed one."""
+        """(sample, output) pairs of the steps since the last time; [] is a sign of life. Raises for a failed one."""
         assert self._stream is not None
         pairs = [(self._index[output.request_id], output) for output in await anext(self._stream)]
         for index, output in pairs:
@@ -271,17 +290,21 @@ class Run:
         return pairs
 
     async def collect(self) -> list[RequestOutput]:
-        """All outputs to the end, merged to one per choice, in order."""
-        outputs: list[list[RequestOutput]] = [[] for _ in self.job.requests]
+        """All outputs to the end, merged to one per choice, in order: of each prompt's samples, the n best."""
+        outputs: list[list[RequestOutput]] = [[] for _ in self._index]
         async for pairs in self:
             for index, output in pairs:
                 outputs[index].append(output)
-        return [merge(parts) for parts in outputs]
+        merged = [merge(parts) for parts in outputs]
+        size = self.job.num_samples
+        if size == self.job.n:
+            return merged
+        return [best for i in range(0, len(merged), size) for best in most_likely(merged[i : i + size], self.job.n)]
 
     def usage(self) -> Usage:
         """Tokens so far. Each prompt counts once, and so do its cached tokens."""
         job = self.job
-        first_samples = (self._last[i] for i in range(0, len(job.requests), job.n) if i in self._last)
+        first_samples = (self._last[i] for i in range(0, len(self._index), job.num_samples) if i in self._last)
         return make_usage(
             job.prompts,
             num_generated=sum(output.num_generated_tokens for output in self._last.values()),
@@ -291,14 +314,14 @@ class Run:
     def _log(self) -> None:
         outputs = self._last.values()
         reasons = {output.finish_reason.value for output in outputs if output.finish_reason is not None}
-        if sum(output.is_finished for output in outputs) < len(self.job.requests):
+        if sum(output.is_finished for output in outputs) < len(self._index):
             reasons.add(EngineFinishReason.ABORT.value)
         usage = self.usage()
         fields = {
             "request_id": self.job.id,
             "trace_id": self.job.trace_id,
             "reason": ",".join(sorted(reasons)),
-            "num_choices": len(self.job.requests),
+            "num_choices": self.job.num_choices,
             "num_prompt_tokens": usage.prompt_tokens,
             "num_output_tokens": usage.completion_tokens,
             "duration_s": round(time.monotonic() - self.job.requests[0].arrival_s, 4),
@@ -329,6 +352,16 @@ def merge(parts: Sequence[RequestOutput]) -> RequestOutput:
         finish_reason=last.finish_reason,
         stop_reason=last.stop_reason,
     )
+
+
+def most_likely(samples: Sequence[RequestOutput], num: int) -> list[RequestOutput]:
+    """The `num` samples with the highest mean log-probability a token, best first."""
+
+    def mean_logprob(sample: RequestOutput) -> float:
+        logprobs = [token.logprobs.logprob for token in sample.tokens if token.logprobs is not None]
+        return sum(logprobs) / len(logprobs)
+
+    return sorted(samples, key=mean_logprob, reverse=True)[:num]
 
 
 def shown_reason(output: RequestOutput) -> FinishReason | None:

@@ -39,11 +39,26 @@ GAUGES = {
     "octavo:kv_blocks_free": ("KV blocks that can be taken now, cached ones among them.", "kv_blocks_free"),
     "octavo:kv_blocks_cached": ("Free KV blocks whose contents a prefix could still hit.", "kv_blocks_cached"),
     "octavo:kv_blocks_used": ("KV blocks referenced or reserved.", "kv_blocks_used"),
+    "octavo:prefix_cache_infinite_hit_rate": (
+        "Hit rate that a prefix cache which never forgets would have had so far.",
+        "infinite_hit_rate",
+    ),
+    "octavo:prefix_cache_doubled_hit_rate": (
+        "Hit rate that a prefix cache of twice the size would have had so far.",
+        "doubled_hit_rate",
+    ),
+    "octavo:prefix_cache_hit_rate_error": (
+        "About one standard error of these two, relative; 0 while every block is followed.",
+        "hit_rate_error",
+    ),
+    "octavo:swap_blocks_used": ("Blocks in the second tier.", "swap_slots_used"),
     "octavo:kv_blocks_shared": ("KV blocks referenced by more than one request.", "kv_blocks_shared"),
 }
 COUNTERS = {
     "vllm:prefix_cache_queries": ("Prompt tokens looked up in the prefix cache.", "prefix_cache_queries"),
     "vllm:prefix_cache_hits": ("Prompt tokens found in the prefix cache.", "prefix_cache_hits"),
+    "octavo:swapped_out_blocks": ("Blocks copied to the second tier.", "num_swapped_out_blocks"),
+    "octavo:swapped_in_blocks": ("Blocks copied back from the second tier.", "num_swapped_in_blocks"),
     "vllm:num_preemptions": ("Preemptions.", "num_preemptions"),
     "vllm:prompt_tokens": ("Prompt tokens, each prompt once.", "num_prompt_tokens"),
     "vllm:generation_tokens": ("Generated tokens.", "num_generation_tokens"),
@@ -121,16 +136,22 @@ class EngineCollector(Collector):
             yield self._gauge(name, text, getattr(stats, attribute))
         num_waiting = stats.num_waiting + num_in_inbox
         yield self._gauge("vllm:num_requests_waiting", "Requests waiting for a place.", num_waiting)
-        by_reason = {"capacity": num_waiting, "deferred": 0}
+        num_deferred = min(stats.num_deferred, num_waiting)
+        by_reason = {"capacity": num_waiting - num_deferred, "deferred": num_deferred}
         yield self._gauge_by("vllm:num_requests_waiting_by_reason", "The same by reason.", "reason", by_reason)
         share = stats.kv_blocks_used / stats.kv_blocks if stats.kv_blocks else 0.0
         yield self._gauge("vllm:kv_cache_usage_perc", "Share of KV blocks in use, 0 to 1.", share)
+        slots = _slots_by_state(stats, self._loop.engine.config.block_size)
+        yield self._gauge_by("octavo:kv_slots", "Token slots of the pool by what is in them.", "state", slots)
 
     def _counters(self, stats: EngineStats) -> Iterator[Metric]:
         for name, (text, attribute) in COUNTERS.items():
             yield self._counter(name, text, getattr(stats, attribute))
         sources = stats.prompt_tokens_by_source
         yield self._counter_by("vllm:prompt_tokens_by_source", "Prompt tokens by origin.", "source", sources)
+        cached = stats.cached_tokens_by_source
+        yield self._counter("vllm:prompt_tokens_cached", "Cached prompt tokens.", sum(cached.values()))
+        yield self._counter_by("vllm:prompt_tokens_cached_by_source", "The same by tier.", "source", cached)
         yield self._counter_by("vllm:request_success", "Finished requests.", "finished_reason", stats.finished)
 
     def _speculation(self, stats: EngineStats) -> Iterator[Metric]:
@@ -181,12 +202,24 @@ class EngineCollector(Collector):
         return family
 
 
+def _slots_by_state(stats: EngineStats, block_size: int) -> dict[str, int]:
+    """Where the pool's slots are: filled, wasted behind a last token, free but still hittable, free."""
+    return {
+        "token": stats.kv_blocks_used * block_size - stats.kv_slots_wasted,
+        "waste": stats.kv_slots_wasted,
+        "cached": stats.kv_blocks_cached * block_size,
+        "free": (stats.kv_blocks_free - stats.kv_blocks_cached) * block_size,
+    }
+
+
 def _cache_config(engine: Engine) -> Metric:
     """vLLM's info series; routers read block_size and num_gpu_blocks from its labels."""
     values = {
         "block_size": engine.config.block_size,
         "num_gpu_blocks": engine.num_kv_blocks,
-        "num_cpu_blocks": 0,
+        "num_cpu_blocks": engine.config.num_tier_slots,
+        "enable_prefix_caching": engine.config.enable_prefix_caching,
+        "prefix_caching_hash_algo": "sha256",
         "kv_cache_size_tokens": engine.num_kv_blocks * engine.config.block_size,
         "kv_cache_max_concurrency": round(max_concurrency(engine), 2),
         "engine": ENGINE,

@@ -1,15 +1,16 @@
 """What operators and tools ask: health, version, load, metrics, and the tokenizer by itself."""
 
 from collections.abc import Sequence
+from typing import Any
 
-from fastapi import APIRouter
+from fastapi import APIRouter, HTTPException
 from starlette.responses import Response
 
 from app.chat import render_prompt
 from app.generation import encode
 from app.schemas import DetokenizeRequest, DetokenizeResponse, TokenizeRequest, TokenizeResponse
 from app.service import Service, ServiceOf
-from core import InvalidRequest, Tokenizer
+from core import Engine, InvalidRequest, Tokenizer
 
 router = APIRouter()
 
@@ -44,6 +45,21 @@ async def load(service: ServiceOf) -> dict[str, int]:
 async def metrics(service: ServiceOf) -> Response:
     content, media_type = service.metrics.expose()
     return Response(content, headers={"content-type": media_type})
+
+
+@router.post("/reset_prefix_cache")
+async def reset_prefix_cache(service: ServiceOf) -> dict[str, bool]:
+    """No request will hit what has been computed so far; those that run are not disturbed."""
+    await service.loop.call(Engine.reset_prefix_cache)
+    return {"success": True}
+
+
+@router.get("/debug/kv", include_in_schema=False)
+async def debug_kv(service: ServiceOf) -> dict[str, Any]:
+    """Who holds which block. Off unless the server was started with --enable-debug."""
+    if not service.settings.enable_debug:
+        raise HTTPException(404)
+    return await service.loop.call(Engine.describe_kv)
 
 
 @router.post("/tokenize")

@@ -17,6 +17,7 @@ from app.errors import unsupported
 logger = logging.getLogger(__name__)
 
 MAX_CHOICES = 128
+MAX_BEST_OF = 20
 MAX_PROMPTS = 1024
 
 # Values of known fields that ask for nothing we lack. Whatever else is sent there is refused.
@@ -57,7 +58,6 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "skip_special_tokens": (True,),
     "spaces_between_special_tokens": (True,),
     "logits_processors": ([],),
-    "cache_salt": (),
     "priority": (0,),
     "kv_transfer_params": (),
     "vllm_xargs": ({},),
@@ -112,6 +112,12 @@ Script = Annotated[
 ]
 
 
+class Speculative(StrictModel):
+    """Drafting for this request alone; 0 turns it off."""
+
+    num_speculative_tokens: Annotated[int, Field(ge=0)]
+
+
 class GenerationRequest(StrictModel):
     """What completions and chat have in common."""
 
@@ -137,7 +143,9 @@ class GenerationRequest(StrictModel):
     include_stop_str_in_output: bool | None = None
     return_token_ids: bool | None = None
     request_id: str | None = None
+    cache_salt: Annotated[str, Field(min_length=1, max_length=256)] | None = None
     # ours
+    speculative: Speculative | None = None
     script: Script = None
 
 
@@ -159,7 +167,7 @@ PromptShape = Annotated[
 class CompletionRequest(GenerationRequest):
     # Told apart by hand: a union would try a list of 4,096 ids as a list of texts first, and report 4,096 errors.
     prompt: PromptShape = None
-    best_of: int | None = None
+    best_of: Annotated[int, Field(ge=1, le=MAX_BEST_OF)] | None = None
     echo: bool | None = None
     logprobs: Annotated[int, Field(ge=0)] | None = None
     add_special_tokens: bool | None = None

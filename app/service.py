@@ -15,6 +15,7 @@ from app.errors import model_not_found
 from app.generation import Ask, Job, Run, build
 from app.logs import log_stats
 from app.metrics import Metrics
+from app.schemas import GenerationRequest
 from app.settings import Settings
 from core import Engine, InvalidRequest
 
@@ -88,6 +89,15 @@ class Service:
 
     def run(self, job: Job) -> Run:
         return Run(self.loop, job)
+
+    def cache_salt(self, request: Request, body: GenerationRequest) -> dict[str, str]:
+        """What must be equal for two requests to share KV blocks: key, alias and the caller's own salt, kept apart."""
+        parts = {
+            "api_key": getattr(request.state, "api_key", None),
+            "cache_salt": body.cache_salt,
+            "model": body.model if body.model and body.model != self.model_name else None,
+        }
+        return {name: value for name, value in parts.items() if value is not None}
 
     def require_chat_template(self) -> "ChatTemplate":
         if self.chat_template is None:

@@ -74,6 +74,15 @@ class Settings(BaseSettings):
     max_model_len: HumanInt | None = Field(
         default=None, ge=1, description="Most tokens of a request; default: the model's."
     )
+    enable_prefix_caching: bool = Field(default=True, description="Share KV blocks between equal beginnings.")
+    preemption_mode: Literal["recompute", "swap", "auto"] = Field(
+        default="recompute", description="What becomes of a preempted request's KV: recompute, swap or auto."
+    )
+    swap_space_bytes: HumanInt | None = Field(
+        default=None, ge=1, description="Size of the second tier for swap and auto; default: 1G."
+    )
+    swap_file: Path | None = Field(default=None, description="File the second tier is mapped to; default: memory.")
+    enable_debug: bool = Field(default=False, description="Serve /debug/kv, which shows other people's requests.")
     max_logprobs: HumanInt = Field(default=20, ge=0, description="Most alternatives a request may ask for.")
     seed: int = Field(default=0, description="Where the randomness of requests without a seed comes from.")
     speculative_config: str | None = Field(
@@ -113,6 +122,10 @@ class Settings(BaseSettings):
             max_model_len=self.max_model_len,
             max_num_seqs=self.max_num_seqs,
             max_num_batched_tokens=self.max_num_batched_tokens,
+            enable_prefix_caching=self.enable_prefix_caching,
+            preemption_mode=self.preemption_mode,
+            swap_space_bytes=self.swap_space_bytes,
+            swap_file=self.swap_file,
             max_logprobs=self.max_logprobs,
             seed=self.seed,
             speculative=self._speculative(),

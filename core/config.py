@@ -13,20 +13,54 @@ from core.errors import InvalidRequest
 EMBEDDED_MODEL = "octavo-tiny"
 DEFAULT_KV_SHARE = 0.25  # of the memory limit, when neither blocks nor bytes are given
 MAX_DEFAULT_KV_BYTES = 2 * 2**30
+PREEMPTION_MODES = ("recompute", "swap", "auto")
+DEFAULT_SWAP_BYTES = 2**30
 _CGROUP = Path("/sys/fs/cgroup")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SpeculativeConfig:
-    """`method` is where drafts come from; `num_speculative_tokens` how many a step, at most."""
+    """How drafts are made and judged; spelled as vLLM's.
+
+    Args:
+        method: `draft_model`, or `ngram`, which looks the last tokens up in what has been said before.
+        num_speculative_tokens: drafts a step, at most.
+        model: the draft model, as `EngineConfig.model`; None for the embedded pair's.
+        prompt_lookup_min, prompt_lookup_max: tokens that must be found again, longest first (`ngram`).
+        disable_by_batch_size: with more requests than this in a step nobody drafts: rows are no longer free then.
+        verification: `block` or `token`, the rule for requests without a seed (see `core.decoding.speculative`).
+    """
 
     method: str = "draft_model"
     num_speculative_tokens: int = 3
     model: str | None = None
+    prompt_lookup_min: int = 2
+    prompt_lookup_max: int = 4
+    verification: str = "block"
+    disable_by_batch_size: int = 8
 
     def __post_init__(self) -> None:
-        if self.method != "draft_model":
-            raise InvalidRequest(f"speculative method {self.method!r} is unknown, known is 'draft_model'", "method")
+        for name in ("num_speculative_tokens", "prompt_lookup_min", "prompt_lookup_max", "disable_by_batch_size"):
+            if type(getattr(self, name)) is not int:  # it comes from JSON, where 2.5 and true are numbers too
+                raise InvalidRequest(f"{name} is {getattr(self, name)!r}, a whole number is needed", name)
+        if self.method not in ("draft_model", "ngram"):
+            raise InvalidRequest(
+                f"speculative method is {self.method!r}, allowed are 'draft_model' and 'ngram'", "method"
+            )
+        if self.verification not in ("block", "token"):
+            raise InvalidRequest(
+                f"verification is {self.verification!r}, allowed are 'block' and 'token'", "verification"
+            )
+        if self.disable_by_batch_size < 1:
+            raise InvalidRequest(
+                f"disable_by_batch_size is {self.disable_by_batch_size}, at least 1 is needed", "disable_by_batch_size"
+            )
+        if not 1 <= self.prompt_lookup_min <= self.prompt_lookup_max:
+            raise InvalidRequest(
+                f"prompt_lookup_min is {self.prompt_lookup_min}, allowed is"
+                f" [1, prompt_lookup_max = {self.prompt_lookup_max}]",
+                "prompt_lookup_min",
+            )
         if not 1 <= self.num_speculative_tokens <= 16:
             raise InvalidRequest(
                 f"num_speculative_tokens is {self.num_speculative_tokens}, allowed is [1, 16]", "num_speculative_tokens"
@@ -41,9 +75,14 @@ class EngineConfig:
         model: `octavo-tiny`, the path of a .gguf file, or a directory with safetensors.
         block_size: tokens in a KV block.
         num_kv_blocks: blocks in the pool; or `kv_cache_memory_bytes`; or neither: a share of the memory limit.
+        num_tier_slots: blocks of the second tier; set from `swap_space_bytes` when the model is known.
         max_model_len: longest prompt + output; None for the model's own.
         max_num_seqs: most requests running at once (the scheduler's `max_batch`).
         max_num_batched_tokens: most tokens computed in one step.
+        enable_prefix_caching: let requests with equal beginnings share KV blocks.
+        preemption_mode: what becomes of a preempted request's blocks: `recompute`, `swap` or `auto`.
+        swap_space_bytes: size of the second tier; None for none, or 1 GiB where the mode needs one.
+        swap_file: file that the second tier is mapped to; None for memory.
         max_logprobs: most alternatives a request may ask for.
         seed: where the noise of requests without a seed comes from.
         speculative: None for no speculation.
@@ -56,10 +95,15 @@ class EngineConfig:
     model: str = EMBEDDED_MODEL
     block_size: int = 16
     num_kv_blocks: int | None = None
+    num_tier_slots: int = 0
     kv_cache_memory_bytes: int | None = None
     max_model_len: int | None = None
     max_num_seqs: int = 64
     max_num_batched_tokens: int = 512
+    enable_prefix_caching: bool = True
+    preemption_mode: str = "recompute"
+    swap_space_bytes: int | None = None
+    swap_file: Path | None = None
     max_logprobs: int = 20
     seed: int = 0
     speculative: SpeculativeConfig | None = None
@@ -68,7 +112,13 @@ class EngineConfig:
     cache_dir: Path | None = None
 
     def __post_init__(self) -> None:
+        if self.preemption_mode not in PREEMPTION_MODES:
+            raise InvalidRequest(
+                f"preemption_mode is {self.preemption_mode!r}, allowed are {', '.join(PREEMPTION_MODES)}",
+                "preemption_mode",
+            )
         for name in (
+            "swap_space_bytes",
             "block_size",
             "num_kv_blocks",
             "kv_cache_memory_bytes",

@@ -7,15 +7,20 @@ One thread at a time may touch it; only `check`, `stats` and what never changes 
 import logging
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 
+from core.block_hash import encode_salt
 from core.config import EngineConfig
 from core.errors import ContextLengthExceeded, EngineDead, InvalidRequest
 from core.memory.block_manager import BlockManager, blocks_needed
+from core.memory.host_tier import HostTier
+from core.memory.prefix_ghost import PrefixGhost
 from core.model.config import ModelConfig
 from core.request import NewRequest, Request, RequestOutput, SamplingParams
+from core.scheduling.preemption import CostModel, always_swap
 from core.scheduling.scheduler import ContinuousBatchingScheduler
 from core.scripted import RequestScript, ScriptedRunner
 from core.stats import EngineStats, StatsGatherer
@@ -23,6 +28,26 @@ from core.step import Execute, ModelRunnerOutput, SchedulerOutput
 from core.tokenizer import IncrementalDetokenizer, Tokenizer
 
 logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class _Executed:
+    """A plan that was computed, and who got tokens by it: a request with siblings, for each of `plan.scheduled`."""
+
+    plan: SchedulerOutput
+    result: ModelRunnerOutput
+    yielding: list[tuple[Request, ...]]
+
+    def num_drafted(self, request_id: str) -> int:
+        sampled = self.result.sampled.get(request_id)
+        return 0 if sampled is None else sampled.num_draft_tokens
+
+    @property
+    def num_tokens(self) -> int:
+        """Prompt tokens computed plus tokens emitted (what a stop cut off was not). Asked after the update."""
+        computed = sum(max(0, min(s.end, s.request.num_prompt_tokens) - s.start) for s in self.plan.scheduled)
+        pairs = zip(self.plan.scheduled, self.yielding, strict=True)
+        return computed + sum(member.num_tokens - s.end for s, family in pairs for member in family)
 
 
 class Engine:
@@ -56,6 +81,9 @@ class Engine:
             model_config.max_position_embeddings,
             config.num_kv_blocks * config.block_size,
         )
+        self._cost = CostModel()
+        self._tier = HostTier(config.num_tier_slots) if config.num_tier_slots else None
+        self._ghost = PrefixGhost(config.block_size, config.num_kv_blocks) if config.enable_prefix_caching else None
         self._runner: Execute = ScriptedRunner(execute) if config.enable_scripts else execute
         self._clock = clock
         self._block_manager = BlockManager(config.num_kv_blocks, config.block_size)
@@ -65,11 +93,18 @@ class Engine:
             execute=self._execute,
             max_num_batched_tokens=config.max_num_batched_tokens,
             max_model_len=self.max_model_len,
+            enable_prefix_caching=config.enable_prefix_caching,
+            tier=self._tier,
+            ghost=self._ghost,
+            max_drafting=config.speculative.disable_by_batch_size if config.speculative else None,
+            swaps=self._cost.prefers_swap if config.preemption_mode == "auto" else always_swap,
         )
         self._num_drafts = config.speculative.num_speculative_tokens if config.speculative else 0
         self._seeds = np.random.default_rng(config.seed)
-        self._gatherer = StatsGatherer(self.max_model_len, self._num_drafts)
-        self._executed: list[tuple[SchedulerOutput, ModelRunnerOutput, float]] = []
+        self._gatherer = StatsGatherer(
+            self.max_model_len, self._num_drafts, has_prefix_cache=config.enable_prefix_caching
+        )
+        self._executed: list[_Executed] = []  # in the step under way
         self._is_dead = False
         self.stats: EngineStats = self._snapshot()
 
@@ -135,21 +170,39 @@ class Engine:
         params = self.check(new.prompt_token_ids, new.params)
         if new.script is not None and not self.config.enable_scripts:
             raise InvalidRequest("script is taken only by a server started with --enable-scripts", "script")
+        family = [
+            self._request(new, request_id, new.choice + i, params)
+            for i, request_id in enumerate((new.request_id, *new.sibling_ids))
+        ]
+        family[0].siblings = family[1:]
+        self._scheduler.add_request(family[0])
+        self.stats = self._snapshot()
+
+    def _request(self, new: NewRequest, request_id: str, choice: int, params: SamplingParams) -> Request:
         script = RequestScript(new.script, self.tokenizer) if new.script is not None else None
+        # What a script computes is no KV of its tokens: nobody else may take it for that.
+        salt = {**new.cache_salt, "script": ""} if script else dict(new.cache_salt)
+        if not self.config.enable_prefix_caching:
+            salt["request"] = request_id  # its blocks are for nobody but itself, back from the second tier
         request = Request(
-            new.request_id,
+            request_id,
             new.prompt_token_ids,
             params,
-            choice=new.choice,
+            choice=choice,
             seed=params.seed if params.seed is not None else int(self._seeds.integers(2**63)),
             eos_token_ids=self.tokenizer.eos_token_ids,
             decoder=IncrementalDetokenizer(script or self.tokenizer),
             script=script,
+            cache_salt=encode_salt(salt),
             arrival_s=new.arrival_s,
         )
         wanted = params.speculative_tokens
         request.num_speculative_tokens = self._num_drafts if wanted is None else min(wanted, self._num_drafts)
-        self._scheduler.add_request(request)
+        return request
+
+    def reset_prefix_cache(self) -> None:
+        """No request will hit what has been computed so far. Those that run are not disturbed."""
+        self._scheduler.reset_prefix_cache()
         self.stats = self._snapshot()
 
     def abort(self, request_id: str) -> None:
@@ -193,23 +246,61 @@ class Engine:
     def _execute(self, plan: SchedulerOutput) -> ModelRunnerOutput:
         started_s = self._clock()
         result = self._runner(plan)
-        self._executed.append((plan, result, started_s))
+        self._measure(plan, result, self._clock() - started_s)
+        self._gatherer.on_step(plan, started_s)
+        self._executed.append(_Executed(plan, result, [s.yielding_requests for s in plan.scheduled]))
         return result
+
+    def _measure(self, plan: SchedulerOutput, result: ModelRunnerOutput, seconds: float) -> None:
+        num_moved = len(plan.tier_stores) + len(plan.tier_loads)
+        if num_moved:
+            self._cost.observe_copies(num_moved, result.tier_seconds)
+        if plan.num_tokens:
+            self._cost.observe_step(plan.num_tokens, seconds - result.tier_seconds)
 
     def _gather(self, outputs: Sequence[RequestOutput], known: dict[str, Request]) -> None:
         now_s = self._clock()
-        for plan, result, started_s in self._executed:
-            self._gatherer.on_step(
-                [s.request_id for s in plan.scheduled], _num_iteration_tokens(plan, result), started_s
-            )
-            drafted = [s for s in plan.scheduled if _num_drafted(result, s.request_id)]
+        for executed in self._executed:
+            self._gatherer.on_iteration(executed.num_tokens)
+            drafted = [(s, n) for s in executed.plan.scheduled if (n := executed.num_drafted(s.request_id))]
             self._gatherer.on_drafts(
-                [_num_drafted(result, s.request_id) for s in drafted],
+                [n for _, n in drafted],
                 # What a stop cut off was not emitted, and the last token is never a draft's merit.
-                [s.request.num_tokens - s.end - 1 for s in drafted],
+                [s.request.num_tokens - s.end - 1 for s, _ in drafted],
             )
         for output in outputs:
             self._gatherer.on_output(known[output.request_id], output, now_s)
+
+    def describe_kv(self) -> dict[str, Any]:
+        """Block tables, reference counts and hashes as they are now, as JSON's types. Engine thread only."""
+        manager, pool = self._block_manager, self._block_manager.pool
+        requests = [
+            {
+                "request_id": request.request_id,
+                "status": request.status.value,
+                "num_tokens": request.num_tokens,
+                "num_computed_tokens": request.num_computed_tokens,
+                "block_table": manager.block_table(request.request_id) if manager.holds(request.request_id) else [],
+            }
+            for request in self._scheduler.unfinished_requests()
+        ]
+        hashes = {block: pool.hash_of(block) for block in range(pool.num_blocks)}
+        blocks = [
+            {
+                "block": block,
+                "ref_count": pool.ref_count(block),
+                "hash": block_hash.hex() if isinstance(block_hash, bytes) else None,
+            }
+            for block, block_hash in hashes.items()
+            if pool.ref_count(block) or block_hash is not None
+        ]
+        return {
+            "block_size": manager.block_size,
+            "num_blocks": pool.num_blocks,
+            "num_free_blocks": pool.num_free_blocks,
+            "requests": requests,
+            "blocks": blocks,
+        }
 
     def _raise_if_dead(self) -> None:
         if self._is_dead:
@@ -220,21 +311,16 @@ class Engine:
         return self._gatherer.snapshot(
             num_running=self._scheduler.num_running,
             num_waiting=self._scheduler.num_waiting,
+            num_deferred=self._scheduler.num_deferred,
             kv_blocks=pool.num_blocks,
             kv_blocks_free=pool.num_free_blocks,
             kv_blocks_cached=pool.num_cached_blocks,
             kv_blocks_used=pool.num_used_blocks,
             kv_blocks_shared=pool.num_shared_blocks,
+            kv_slots_wasted=self._block_manager.num_wasted_slots(),
+            swap_slots_used=self._tier.num_used_slots if self._tier else 0,
+            infinite_hit_rate=self._ghost.infinite_hit_rate if self._ghost else 0.0,
+            doubled_hit_rate=self._ghost.doubled_hit_rate if self._ghost else 0.0,
+            hit_rate_error=self._ghost.relative_error if self._ghost else 0.0,
             num_preemptions=self._scheduler.num_preemptions,
         )
-
-
-def _num_drafted(result: ModelRunnerOutput, request_id: str) -> int:
-    sampled = result.sampled.get(request_id)
-    return 0 if sampled is None else sampled.num_draft_tokens
-
-
-def _num_iteration_tokens(plan: SchedulerOutput, result: ModelRunnerOutput) -> int:
-    """Prompt tokens computed plus tokens emitted in the step (what a stop cut off was not)."""
-    computed = sum(max(0, min(s.end, s.request.num_prompt_tokens) - s.start) for s in plan.scheduled)
-    return computed + sum(s.request.num_tokens - s.end for s in plan.scheduled if s.request_id in result.sampled)

@@ -11,13 +11,15 @@ from numpy.typing import NDArray
 
 from core.config import (
     DEFAULT_KV_SHARE,
+    DEFAULT_SWAP_BYTES,
     EMBEDDED_MODEL,
     MAX_DEFAULT_KV_BYTES,
     EngineConfig,
     memory_limit_bytes,
     num_usable_cores,
 )
-from core.decoding.proposers import DraftModelProposer
+from core.decoding.proposers import DraftModelProposer, NgramProposer, Proposer
+from core.decoding.speculative import VERIFICATION_RULES
 from core.engine import Engine
 from core.errors import InvalidRequest, ModelLoadError
 from core.memory.block_manager import blocks_needed
@@ -96,7 +98,7 @@ def _model_path(model: str) -> Path:
 
 
 def _draft_path(config: EngineConfig) -> Path | None:
-    if config.speculative is None:
+    if config.speculative is None or config.speculative.method == "ngram":
         return None
     if config.speculative.model is not None:
         return _model_path(config.speculative.model)
@@ -117,19 +119,56 @@ def load_engine(config: EngineConfig) -> Engine:
     draft_path = _draft_path(config)
     draft_weights = load_model_files(draft_path, cache_dir=config.cache_dir) if draft_path else None
     memory = _kv_memory(config, weights.config, draft_weights.config if draft_weights else None)
-    config = replace(config, num_kv_blocks=memory.num_blocks, max_model_len=memory.max_model_len)
-    model, cache = _model_and_cache(weights, memory)
-    proposer = None
+    config = replace(
+        config,
+        num_kv_blocks=memory.num_blocks,
+        num_tier_slots=_num_tier_slots(config, memory),
+        max_model_len=memory.max_model_len,
+    )
+    model, cache = _model_and_cache(weights, memory, config, "target")
+    verify = VERIFICATION_RULES[config.speculative.verification if config.speculative else "block"]
+    runner = ModelRunner(model, cache, _proposer(config, weights.config, draft_weights, memory), verify=verify)
+    return Engine(config, weights.config, _tokenizer(config), runner)
+
+
+def _proposer(
+    config: EngineConfig, target: ModelConfig, draft_weights: LoadedWeights | None, memory: KVMemory
+) -> Proposer | None:
     if draft_weights is not None:
-        _check_pair(weights.config, draft_weights.config)
-        proposer = DraftModelProposer(*_model_and_cache(draft_weights, memory))
-    return Engine(config, weights.config, _tokenizer(config), ModelRunner(model, cache, proposer))
+        _check_pair(target, draft_weights.config)
+        return DraftModelProposer(*_model_and_cache(draft_weights, memory, config, "draft"))
+    if config.speculative is not None:
+        return NgramProposer(config.speculative.prompt_lookup_min, config.speculative.prompt_lookup_max)
+    return None
 
 
-def _model_and_cache(weights: LoadedWeights, memory: KVMemory) -> tuple[Transformer, KVCache]:
+def _num_tier_slots(config: EngineConfig, memory: KVMemory) -> int:
+    if config.preemption_mode == "recompute":
+        return 0
+    num_bytes = config.swap_space_bytes or DEFAULT_SWAP_BYTES
+    num_slots = num_bytes // (memory.block_size * memory.bytes_per_token)
+    if num_slots < 1:
+        raise InvalidRequest(
+            f"swap_space_bytes is {num_bytes}, one block takes {memory.block_size * memory.bytes_per_token}",
+            "swap_space_bytes",
+        )
+    return num_slots
+
+
+def _model_and_cache(
+    weights: LoadedWeights, memory: KVMemory, config: EngineConfig, name: str
+) -> tuple[Transformer, KVCache]:
     tensors: Mapping[str, NDArray[np.floating[Any]]] = weights.tensors
     model = Transformer(weights.config, tensors, memory.max_model_len)
-    return model, KVCache(weights.config, memory.num_blocks, memory.block_size)
+    tier_file = config.swap_file.with_name(f"{config.swap_file.name}.{name}") if config.swap_file else None
+    cache = KVCache(
+        weights.config,
+        memory.num_blocks,
+        memory.block_size,
+        num_tier_slots=config.num_tier_slots,
+        tier_file=tier_file,
+    )
+    return model, cache
 
 
 def _check_pair(target: ModelConfig, draft: ModelConfig) -> None:

@@ -6,18 +6,19 @@ scheduler's `update()`.
 
 Two rules accept drafts. Greedy requests and those with a seed are keyed: at every position the target's token is a
 function of its law and the noise of that position, and a draft counts if it is that token, so the text is the same with
-any drafter or none. The others use `speculative.verify_drafts`, which accepts more.
+any drafter or none. The others use a rule of `speculative`, which accepts more.
 """
 
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
 
 from core.decoding.noise import Purpose, generator
-from core.decoding.proposers import Draft, DraftModelProposer, Proposal
+from core.decoding.proposers import Draft, Proposal, Proposer
 from core.decoding.sampler import law, sample_keyed, token_logprobs
-from core.decoding.speculative import verify_drafts
+from core.decoding.speculative import Verify, verify_blocks
 from core.model.kv_cache import KVCache
 from core.model.transformer import Transformer, flat_batch
 from core.request import Request, TokenLogprobs
@@ -33,31 +34,56 @@ class ModelRunner:
         model: the target.
         cache: its keys and values.
         proposer: where drafts come from; None for no speculation.
+        verify: the rule for requests without a seed whose drafts were drawn from a law.
+        clock: seconds; tells what copies to and from the second tier take.
     """
 
-    def __init__(self, model: Transformer, cache: KVCache, proposer: DraftModelProposer | None = None) -> None:
+    def __init__(
+        self,
+        model: Transformer,
+        cache: KVCache,
+        proposer: Proposer | None = None,
+        *,
+        verify: Verify = verify_blocks,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
         self._model = model
         self._cache = cache
         self._proposer = proposer
+        self._clock = clock
+        self._verify = verify
+        self._caches = [cache, *(proposer.caches if proposer else ())]
 
     def __call__(self, plan: SchedulerOutput) -> ModelRunnerOutput:
         """Compute the plan: keys and values of its tokens, and new tokens of those requests that yield."""
-        self._copy_blocks(plan.block_copies)
+        tier_seconds = self._move_blocks(plan)
+        if not plan.scheduled:
+            return ModelRunnerOutput(tier_seconds=tier_seconds)
         proposal = self._proposer.propose(plan) if self._proposer else Proposal()
         yielding = [s for s in plan.scheduled if s.yields_token]
         drafts = [proposal.drafts.get(s.request_id, Draft()) for s in yielding]
         rows = self._run_target(plan, proposal)
-        new_tokens = _accept(yielding, drafts, rows)
+        new_tokens = _accept(yielding, drafts, rows, self._verify)
         sampled = {
             s.request_id: SampledTokens(tokens, _logprobs(s.request, tokens, logits), len(draft.token_ids))
             for s, draft, tokens, logits in zip(yielding, drafts, new_tokens, rows, strict=True)
         }
-        return ModelRunnerOutput(sampled, proposal.draft_computed)
+        for scheduled, logits in zip(yielding, rows, strict=True):
+            sampled |= {sibling.request_id: _sample(sibling, logits) for sibling in scheduled.request.siblings}
+        return ModelRunnerOutput(sampled, proposal.draft_computed, tier_seconds)
 
-    def _copy_blocks(self, copies: Sequence[tuple[int, int]]) -> None:
-        self._cache.copy_blocks(copies)
-        if self._proposer:
-            self._proposer.copy_blocks(copies)
+    def _move_blocks(self, plan: SchedulerOutput) -> float:
+        """What must happen to memory first, in the plan's order; returns the seconds that the second tier took."""
+        started_s = self._clock()
+        for cache in self._caches:
+            cache.store(plan.tier_stores)
+        stored_s = self._clock()
+        for cache in self._caches:
+            cache.copy_blocks(plan.block_copies)
+        copied_s = self._clock()
+        for cache in self._caches:
+            cache.load(plan.tier_loads)
+        return stored_s - started_s + self._clock() - copied_s
 
     def _run_target(self, plan: SchedulerOutput, proposal: Proposal) -> list[Floats]:
         """(K+1, V) logits for each request that yields: behind its last token and behind each of its drafts."""
@@ -74,8 +100,10 @@ class ModelRunner:
         return [logits_RV[a : a + num] for a, num in zip(starts[:-1], num_wanted, strict=True) if num]
 
 
-def _accept(yielding: Sequence[ScheduledRequest], drafts: Sequence[Draft], rows: Sequence[Floats]) -> list[list[int]]:
-    """New tokens of each request: accepted drafts and one more. The token rule takes drafts of one length together."""
+def _accept(
+    yielding: Sequence[ScheduledRequest], drafts: Sequence[Draft], rows: Sequence[Floats], verify: Verify
+) -> list[list[int]]:
+    """New tokens of each request: accepted drafts and one more. Drafts with laws are judged together by length."""
     accepted: list[list[int]] = [[] for _ in yielding]
     by_length: dict[int, list[int]] = {}
     for i, (scheduled, draft) in enumerate(zip(yielding, drafts, strict=True)):
@@ -85,10 +113,16 @@ def _accept(yielding: Sequence[ScheduledRequest], drafts: Sequence[Draft], rows:
             accepted[i] = _accept_keyed(scheduled.request, draft.token_ids, rows[i])
     for members in by_length.values():
         requests = [yielding[i].request for i in members]
-        group = _accept_by_token_rule(requests, [drafts[i] for i in members], [rows[i] for i in members])
+        group = _accept_by_rule(requests, [drafts[i] for i in members], [rows[i] for i in members], verify)
         for i, tokens in zip(members, group, strict=True):
             accepted[i] = tokens
     return accepted
+
+
+def _sample(sibling: Request, logits_1V: Floats) -> SampledTokens:
+    """The first token of a further sample: the same row of logits, the sibling's own noise."""
+    tokens = [sample_keyed(logits_1V[0], sibling)]
+    return SampledTokens(tokens, _logprobs(sibling, tokens, logits_1V))
 
 
 def _accept_keyed(request: Request, draft: Sequence[int], logits_KV: Floats) -> list[int]:
@@ -101,8 +135,8 @@ def _accept_keyed(request: Request, draft: Sequence[int], logits_KV: Floats) -> 
     return tokens
 
 
-def _accept_by_token_rule(
-    requests: Sequence[Request], drafts: Sequence[Draft], rows: Sequence[Floats]
+def _accept_by_rule(
+    requests: Sequence[Request], drafts: Sequence[Draft], rows: Sequence[Floats], verify: Verify
 ) -> list[list[int]]:
     """All drafts have the same length. Draws are keyed by where the verification starts."""
     draft_RK = np.array([draft.token_ids for draft in drafts])
@@ -112,7 +146,7 @@ def _accept_by_token_rule(
     uniforms_RK = np.stack(
         [generator(r.seed, r.choice, r.num_tokens, Purpose.ACCEPT).random(num_draws) for r in requests]
     )
-    num_accepted_R, bonus_R = verify_drafts(draft_RK, target_RKV, draft_probs_RKV, uniforms_RK)
+    num_accepted_R, bonus_R = verify(draft_RK, target_RKV, draft_probs_RKV, uniforms_RK)
     return [
         [*draft.token_ids[:num], bonus]
         for draft, num, bonus in zip(drafts, num_accepted_R.tolist(), bonus_R.tolist(), strict=True)

@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from core.block_hash import BlockHashes
 from core.errors import InvalidRequest
 
 MAX_STOP_STRINGS = 4
@@ -165,6 +166,8 @@ class NewRequest:
     Args:
         choice: its number among the samples of its own prompt.
         arrival_s: when the service received it (time.monotonic).
+        sibling_ids: ids of further samples of the same prompt, which is computed once; their choices count on.
+        cache_salt: named parts (an API key, a salt of the caller's) that must all be equal for blocks to be shared.
         script: what to say instead of the model (`core.scripted`), or None.
     """
 
@@ -173,6 +176,8 @@ class NewRequest:
     params: SamplingParams
     choice: int = 0
     arrival_s: float = 0.0
+    sibling_ids: tuple[str, ...] = ()
+    cache_salt: Mapping[str, str] = field(default_factory=dict)
     script: tuple[ScriptEntry, ...] | None = None
 
 
@@ -195,6 +200,8 @@ class Request:
         eos_token_ids: ids that end it unless `ignore_eos`.
         decoder: text of its tokens, for stop strings; None where nobody asks for text.
         script: tokens to say instead of the model's.
+        cache_salt: goes into the hashes of its blocks; only requests with the same share them.
+        siblings: further samples of the same prompt, born when it is computed.
         arrival_s: when the service received it, on the engine's clock.
     """
 
@@ -209,6 +216,8 @@ class Request:
         eos_token_ids: frozenset[int] = frozenset(),
         decoder: Decoder | None = None,
         script: Script | None = None,
+        cache_salt: bytes = b"",
+        siblings: Sequence["Request"] = (),
         arrival_s: float = 0.0,
     ) -> None:
         if not prompt_token_ids:
@@ -222,16 +231,22 @@ class Request:
         self.eos_token_ids = eos_token_ids
         self.decoder = decoder
         self.script = script
+        self.cache_salt = cache_salt
+        self.siblings = list(siblings)
         self.arrival_s = arrival_s
         self.num_prompt_tokens = len(prompt_token_ids)
         self.max_tokens: int = params.max_tokens
         self.token_ids: list[int] = list(prompt_token_ids)
         self.status = RequestStatus.WAITING
-        self.age = 0  # order of arrival, given by the scheduler
+        self.age = (0, choice)  # order of arrival and choice, given by the scheduler
         self.num_speculative_tokens = 0  # most drafts a step, given by the engine
         self.num_computed_tokens = 0
         self.num_draft_computed_tokens = 0
+        self.num_published_blocks = 0  # leading blocks that others can find
+        self.num_draft_filled_blocks = 0  # of those, known to have the draft model's KV too
         self.num_cached_tokens = 0
+        self.num_host_cached_tokens = 0  # of those, tokens found in the second tier
+        self._hashes: BlockHashes | None = None
         self.num_preemptions = 0
         self.finish_reason: FinishReason | None = None
         self.stop_reason: str | int | None = None
@@ -265,6 +280,25 @@ class Request:
         if self.script is not None:
             wanted = len(self.script.group_at(self.num_output_tokens)) - 1
         return max(0, min(wanted, self.max_tokens - self.num_output_tokens - 1))
+
+    def block_hashes(self, block_size: int, num_blocks: int) -> list[bytes]:
+        """Content hashes of its first `num_blocks` blocks, which its tokens must fill."""
+        if self._hashes is None:
+            self._hashes = BlockHashes(block_size, self.cache_salt)
+        return self._hashes.up_to(self.token_ids, num_blocks)
+
+    def restart(self) -> None:
+        """Its blocks are gone: it has tokens, and KV of none."""
+        self.num_computed_tokens = self.num_draft_computed_tokens = 0
+        self.num_published_blocks = self.num_draft_filled_blocks = 0
+
+    def take_progress(self, other: "Request") -> None:
+        """It shares the blocks of `other` from now on, and has come as far."""
+        self.num_computed_tokens = other.num_computed_tokens
+        self.num_draft_computed_tokens = other.num_draft_computed_tokens
+        self.num_published_blocks = other.num_published_blocks
+        self.num_draft_filled_blocks = other.num_draft_filled_blocks
+        self.num_cached_tokens = other.num_cached_tokens
 
     def finish(self, reason: FinishReason, stop_reason: str | int | None = None) -> None:
         """End it; the first reason given stands."""

@@ -7,10 +7,11 @@ and streams are the real engine's: only the model is not run for these requests,
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import accumulate, chain
 
 from core.errors import InvalidRequest
-from core.request import ScriptEntry, ScriptPiece, TokenLogprobs
+from core.request import Request, ScriptEntry, ScriptPiece, TokenLogprobs
 from core.step import Execute, ModelRunnerOutput, SampledTokens, ScheduledRequest, SchedulerOutput
 from core.tokenizer import Tokenizer
 
@@ -73,16 +74,14 @@ class ScriptedRunner:
 
     def __call__(self, plan: SchedulerOutput) -> ModelRunnerOutput:
         others = tuple(s for s in plan.scheduled if s.request.script is None)
-        sampled = {s.request_id: _say(s) for s in plan.scheduled if s.request.script is not None and s.yields_token}
-        if not others:
-            return ModelRunnerOutput(sampled)
-        rest = SchedulerOutput(plan.step, others, plan.block_copies, plan.preempted)
-        result = self._inner(rest)
-        return ModelRunnerOutput({**sampled, **result.sampled}, result.draft_computed)
+        sampled = {
+            r.request_id: _say(s, r) for s in plan.scheduled for r in s.yielding_requests if r.script is not None
+        }
+        result = self._inner(replace(plan, scheduled=others))
+        return replace(result, sampled={**sampled, **result.sampled})
 
 
-def _say(scheduled: ScheduledRequest) -> SampledTokens:
-    request = scheduled.request
+def _say(scheduled: ScheduledRequest, request: Request) -> SampledTokens:
     assert request.script is not None
     # Without a slot for each piece but the last, the rest of the group comes in the next step.
     token_ids = list(request.script.group_at(request.num_output_tokens)[: scheduled.num_draft_slots + 1])

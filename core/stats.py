@@ -8,8 +8,10 @@ import bisect
 from collections import Counter, deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from core.request import FinishReason, Request, RequestOutput
+from core.step import SchedulerOutput
 
 _TTFT = (
     *(0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0),
@@ -25,6 +27,7 @@ _REQUEST = (
 )
 _STEP = tuple(float(edge) for edge in (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384))
 FINISHED_REASONS = ("stop", "length", "abort", "error", "repetition")
+CACHE_SOURCES = ("device", "host", "p2p", "disk", "external_unspecified")
 PROMPT_SOURCES = ("local_compute", "local_cache_hit", "external_kv_transfer")
 ACCEPTANCE_WINDOW_STEPS = 256
 
@@ -68,20 +71,30 @@ class EngineStats:
 
     `num_prompt_tokens` counts each prompt once, when its request is first computed to its end, cached tokens
     included and recomputed ones not. `accepted_per_position[i]`: how often draft i was kept. `acceptance_rate`:
-    accepted / drafted over the last steps that drafted, 0 before.
+    accepted / drafted over the last steps that drafted, 0 before. `num_deferred`: of the waiting, those that wait only
+    for a block that somebody is computing.
     """
 
     num_running: int = 0
     num_waiting: int = 0
+    num_deferred: int = 0
     kv_blocks: int = 0
     kv_blocks_free: int = 0
     kv_blocks_cached: int = 0
     kv_blocks_used: int = 0
     kv_blocks_shared: int = 0
+    kv_slots_wasted: int = 0
+    swap_slots_used: int = 0
+    infinite_hit_rate: float = 0.0
+    doubled_hit_rate: float = 0.0
+    hit_rate_error: float = 0.0
+    num_swapped_out_blocks: int = 0
+    num_swapped_in_blocks: int = 0
     num_preemptions: int = 0
     num_prompt_tokens: int = 0
     num_generation_tokens: int = 0
     prompt_tokens_by_source: Mapping[str, int] = field(default_factory=dict)
+    cached_tokens_by_source: Mapping[str, int] = field(default_factory=dict)
     prefix_cache_queries: int = 0
     prefix_cache_hits: int = 0
     finished: Mapping[str, int] = field(default_factory=dict)
@@ -98,6 +111,7 @@ class _Times:
     """One request's moments, in seconds on the engine's clock."""
 
     first_scheduled: float | None = None
+    is_born: bool = False  # of a prompt that was counted for its first sample
     first_token: float | None = None
     last_token: float | None = None
     num_generated: int = 0
@@ -109,9 +123,10 @@ class StatsGatherer:
     Args:
         max_model_len: bounds the edges of token histograms.
         num_draft_positions: most drafts a step, for the per-position counter.
+        has_prefix_cache: whether prompts are looked up at all.
     """
 
-    def __init__(self, max_model_len: int, num_draft_positions: int) -> None:
+    def __init__(self, max_model_len: int, num_draft_positions: int, *, has_prefix_cache: bool = True) -> None:
         tokens = token_edges(max_model_len)
         self._histograms = {
             "time_to_first_token_seconds": _Gatherer(_TTFT),
@@ -134,18 +149,32 @@ class StatsGatherer:
         self._times: dict[str, _Times] = {}
         self._finished: Counter[str] = Counter(dict.fromkeys(FINISHED_REASONS, 0))
         self._sources: Counter[str] = Counter(dict.fromkeys(PROMPT_SOURCES, 0))
+        self._cached: Counter[str] = Counter(dict.fromkeys(CACHE_SOURCES, 0))
+        self._num_swapped_out = self._num_swapped_in = 0
         self._num_prompt_tokens = self._num_generation_tokens = 0
+        self._has_prefix_cache = has_prefix_cache
+        self._queries = self._hits = 0  # tokens looked up in the prefix cache, and found
         self._num_drafts = self._num_draft_tokens = self._num_accepted_tokens = 0
         self._accepted_per_position = [0] * num_draft_positions
         self._window: deque[tuple[int, int]] = deque(maxlen=ACCEPTANCE_WINDOW_STEPS)  # (drafted, accepted) a step
 
-    def on_step(self, scheduled: Sequence[str], num_tokens: int, started_s: float) -> None:
-        """A step over these requests was computed; it began at `started_s`."""
+    def on_iteration(self, num_tokens: int) -> None:
+        """A step computed and emitted so many tokens."""
         self._histograms["iteration_tokens_total"].observe(num_tokens)
-        for request_id in scheduled:
-            times = self._times.setdefault(request_id, _Times())
+
+    def on_step(self, plan: SchedulerOutput, started_s: float) -> None:
+        """A plan was computed, not yet taken up by the requests; it began at `started_s`."""
+        self._num_swapped_out += len(plan.tier_stores)
+        self._num_swapped_in += len(plan.tier_loads)
+        for scheduled in plan.scheduled:
+            request = scheduled.request
+            times = self._times.setdefault(request.request_id, _Times())
             if times.first_scheduled is None:
                 times.first_scheduled = started_s
+                self._queries += request.num_prompt_tokens if self._has_prefix_cache else 0
+                self._hits += request.num_cached_tokens
+            for sibling in scheduled.yielding_requests[1:]:
+                self._times[sibling.request_id] = _Times(times.first_scheduled, is_born=True)
 
     def on_output(self, request: Request, output: RequestOutput, now_s: float) -> None:
         """A request has new tokens, or has failed."""
@@ -165,10 +194,12 @@ class StatsGatherer:
     def _on_first_token(self, request: Request, times: _Times, now_s: float) -> None:
         times.first_token = now_s
         self._histograms["time_to_first_token_seconds"].observe(now_s - request.arrival_s)
-        if request.choice != 0:
-            return  # a prompt counts once, however many samples are drawn of it
+        if times.is_born:
+            return
         self._num_prompt_tokens += request.num_prompt_tokens
         self._sources["local_cache_hit"] += request.num_cached_tokens
+        self._cached["device"] += request.num_cached_tokens - request.num_host_cached_tokens
+        self._cached["host"] += request.num_host_cached_tokens
         self._sources["local_compute"] += request.num_prompt_tokens - request.num_cached_tokens
 
     def on_finish(self, request: Request, now_s: float) -> None:
@@ -217,7 +248,7 @@ class StatsGatherer:
         if num_drafted:
             self._window.append((sum(num_drafted), sum(num_accepted)))
 
-    def snapshot(self, **gauges: int) -> EngineStats:
+    def snapshot(self, **gauges: Any) -> EngineStats:
         """Everything so far, with the gauges of this moment."""
         drafted = sum(step[0] for step in self._window)
         accepted = sum(step[1] for step in self._window)
@@ -225,6 +256,11 @@ class StatsGatherer:
             num_prompt_tokens=self._num_prompt_tokens,
             num_generation_tokens=self._num_generation_tokens,
             prompt_tokens_by_source=dict(self._sources),
+            cached_tokens_by_source=dict(self._cached),
+            num_swapped_out_blocks=self._num_swapped_out,
+            num_swapped_in_blocks=self._num_swapped_in,
+            prefix_cache_queries=self._queries,
+            prefix_cache_hits=self._hits,
             finished=dict(self._finished),
             num_drafts=self._num_drafts,
             num_draft_tokens=self._num_draft_tokens,

@@ -37,15 +37,26 @@ class ScheduledRequest:
         """True if all its known tokens are computed after this step, so that the last row's logits say the next."""
         return self.end == self.request.num_tokens
 
+    @property
+    def yielding_requests(self) -> tuple[Request, ...]:
+        """Who gets a token from this step: nobody, or the request with those siblings that are born by it."""
+        return (self.request, *self.request.siblings) if self.yields_token else ()
+
 
 @dataclass(frozen=True, slots=True)
 class SchedulerOutput:
-    """The plan of one step. `block_copies` (source, destination) are done before anything is computed, in order."""
+    """The plan of one step.
+
+    What must happen to memory is done before anything is computed, in this order: `tier_stores` (block, tier slot),
+    `block_copies` (source, destination), `tier_loads` (tier slot, block).
+    """
 
     step: int
     scheduled: tuple[ScheduledRequest, ...]
     block_copies: tuple[tuple[int, int], ...] = ()
     preempted: tuple[str, ...] = ()
+    tier_stores: tuple[tuple[int, int], ...] = ()
+    tier_loads: tuple[tuple[int, int], ...] = ()
 
     @property
     def num_tokens(self) -> int:
@@ -78,10 +89,14 @@ class SampledTokens:
 
 @dataclass(frozen=True, slots=True)
 class ModelRunnerOutput:
-    """By request id: new tokens of those that yield one, and how many tokens the draft model has KV of, if it ran."""
+    """By request id: new tokens of those that yield one, and how many tokens the draft model has KV of, if it ran.
+
+    `tier_seconds`: what stores and loads of the second tier took.
+    """
 
     sampled: Mapping[str, SampledTokens] = field(default_factory=dict)
     draft_computed: Mapping[str, int] = field(default_factory=dict)
+    tier_seconds: float = 0.0
 
 
 Execute = Callable[[SchedulerOutput], ModelRunnerOutput]
@@ -89,4 +104,4 @@ Execute = Callable[[SchedulerOutput], ModelRunnerOutput]
 
 def count_only(plan: SchedulerOutput) -> ModelRunnerOutput:
     """An `execute` that computes nothing: every request that yields gets one token, id 0."""
-    return ModelRunnerOutput({s.request_id: SampledTokens((0,)) for s in plan.scheduled if s.yields_token})
+    return ModelRunnerOutput({r.request_id: SampledTokens((0,)) for s in plan.scheduled for r in s.yielding_requests})

@@ -184,17 +184,66 @@ def cells(breakpoints: Sequence[float] | Doubles) -> tuple[Doubles, Doubles]:
     return (edges[:-1] + edges[1:]) / 2, np.diff(edges)
 
 
+def block_thresholds(drafted: Sequence[int], target_KV: Doubles, draft_KV: Doubles) -> tuple[list[float], list[float]]:
+    """p_0..p_K and h_1..h_K of block verification (Sun et al. 2025), by its formulae."""
+    weights, thresholds = [1.0], []
+    for i, token in enumerate(drafted):
+        weights.append(min(weights[-1] * target_KV[i, token] / draft_KV[i, token], 1.0))
+        if i + 1 < len(drafted):
+            mass = float(np.maximum(weights[-1] * target_KV[i + 1] - draft_KV[i + 1], 0).sum())
+            thresholds.append(mass / (mass + 1 - weights[-1]) if mass + 1 - weights[-1] else 0.0)
+        else:
+            thresholds.append(weights[-1])
+    return weights, thresholds
+
+
+def expected_accepted(rule: Rule, target: Laws, draft: Laws, num_drafts: int) -> float:
+    """The exact mean number of drafts that a step accepts."""
+    total = 0.0
+    for chance, drafted, target_KV, draft_KV in _all_drafts(target, draft, num_drafts, ()):
+        draws, weights = _product_of([*_acceptance_cells(drafted, target_KV, draft_KV), cells([])])
+        num_accepted, _ = _run(rule, drafted, target_KV, draft_KV, draws)
+        total += chance * float(num_accepted @ weights)
+    return total
+
+
+def most_accepted(target: Laws, draft: Laws, num_drafts: int) -> float:
+    """The mean number that no rule on one draft passes: the sum over all runs of min(target, draft)."""
+    return sum(
+        float(sum(min(_chance_of(target, run), _chance_of(draft, run)) for run in product(range(size), repeat=length)))
+        for length in range(1, num_drafts + 1)
+        for size in [len(target(()))]
+    )
+
+
+def _chance_of(laws: Laws, run: tuple[int, ...]) -> float:
+    return float(np.prod([laws(run[:i])[token] for i, token in enumerate(run)]))
+
+
 def uniform_grid(drafted: Sequence[int], target_KV: Doubles, draft_KV: Doubles) -> tuple[Doubles, Doubles]:
     """((U, K+1) draws, (U,) their weights) on which any rule with the usual thresholds is integrated exactly.
 
-    Thresholds: the ratios of the laws at the drafted tokens, either way round; running sums of laws and residuals.
+    Thresholds: the ratios of the laws at the drafted tokens, either way round; those of block verification; running
+    sums of laws and residuals, plain and weighted.
     """
-    at_draft = (np.arange(len(drafted)), np.array(drafted, np.int64))
-    target_K, draft_K = target_KV[at_draft], draft_KV[at_draft]
     residual_KV = np.maximum(target_KV[:-1] - draft_KV, 0)
-    sums_V = [law_V.cumsum() / (law_V.sum() or 1) for law_V in (*target_KV, *draft_KV, *residual_KV)]
-    axes = [cells([t / d if d else 0, d / t if t else 0]) for t, d in zip(target_K, draft_K, strict=True)]
-    axes.append(cells(np.concatenate(sums_V)))
+    weights_K, _ = block_thresholds(drafted, target_KV, draft_KV)
+    weighted_KV = np.maximum(np.array(weights_K[:-1])[:, None] * target_KV[:-1] - draft_KV, 0)
+    sums_V = [law_V.cumsum() / (law_V.sum() or 1) for law_V in (*target_KV, *draft_KV, *residual_KV, *weighted_KV)]
+    return _product_of([*_acceptance_cells(drafted, target_KV, draft_KV), cells(np.concatenate(sums_V))])
+
+
+def _acceptance_cells(drafted: Sequence[int], target_KV: Doubles, draft_KV: Doubles) -> list[tuple[Doubles, Doubles]]:
+    at_draft = (np.arange(len(drafted)), np.array(drafted, np.int64))
+    _, thresholds_K = block_thresholds(drafted, target_KV, draft_KV)
+    return [
+        cells([t / d if d else 0, d / t if t else 0, h])
+        for t, d, h in zip(target_KV[at_draft], draft_KV[at_draft], thresholds_K, strict=True)
+    ]
+
+
+def _product_of(axes: Sequence[tuple[Doubles, Doubles]]) -> tuple[Doubles, Doubles]:
+    """((U, K+1) draws, (U,) weights) from midpoints and lengths along each axis."""
     draws = np.stack([g.ravel() for g in np.meshgrid(*(axis[0] for axis in axes), indexing="ij")], axis=1)
     weights = np.stack([g.ravel() for g in np.meshgrid(*(axis[1] for axis in axes), indexing="ij")], axis=1)
     return draws, weights.prod(axis=1)
@@ -205,6 +254,16 @@ def step_law(
 ) -> dict[tuple[int, ...], float]:
     """The exact law of what one speculative step emits after `context`."""
     law: dict[tuple[int, ...], float] = {}
+    for chance, drafted, target_KV, draft_KV in _all_drafts(target, draft, num_drafts, context):
+        for emitted, weight in _emitted(rule, drafted, target_KV, draft_KV):
+            law[emitted] = law.get(emitted, 0.0) + chance * weight
+    return law
+
+
+def _all_drafts(
+    target: Laws, draft: Laws, num_drafts: int, context: tuple[int, ...]
+) -> Iterator[tuple[float, tuple[int, ...], Doubles, Doubles]]:
+    """Every draft that can come, with its chance and the laws along it."""
     vocab_size = len(target(context))
     for drafted in product(range(vocab_size), repeat=num_drafts):
         prefixes = [context + drafted[:i] for i in range(num_drafts + 1)]
@@ -212,22 +271,28 @@ def step_law(
         draft_KV = np.array([draft(prefix) for prefix in prefixes[:-1]]).reshape(num_drafts, vocab_size)
         chance = float(np.prod([draft_KV[i, token] for i, token in enumerate(drafted)]))
         if chance:
-            for emitted, weight in _emitted(rule, drafted, target_KV, draft_KV):
-                law[emitted] = law.get(emitted, 0.0) + chance * weight
-    return law
+            yield chance, drafted, target_KV, draft_KV
+
+
+def _run(
+    rule: Rule, drafted: tuple[int, ...], target_KV: Doubles, draft_KV: Doubles, draws: Doubles
+) -> tuple[NDArray[np.integer], NDArray[np.integer]]:
+    """The rule on one draft, for many draws."""
+    num_rows = len(draws)
+    return rule(
+        np.tile(np.array(drafted, np.int64), (num_rows, 1)),
+        np.tile(target_KV, (num_rows, 1, 1)),
+        np.tile(draft_KV, (num_rows, 1, 1)),
+        draws,
+    )
 
 
 def _emitted(
     rule: Rule, drafted: tuple[int, ...], target_KV: Doubles, draft_KV: Doubles
 ) -> Iterator[tuple[tuple[int, ...], float]]:
     draws, weights = uniform_grid(drafted, target_KV, draft_KV)
-    num_rows, vocab_size = len(draws), target_KV.shape[1]
-    num_accepted, bonus = rule(
-        np.tile(np.array(drafted, np.int64), (num_rows, 1)),
-        np.tile(target_KV, (num_rows, 1, 1)),
-        np.tile(draft_KV, (num_rows, 1, 1)),
-        draws,
-    )
+    vocab_size = target_KV.shape[1]
+    num_accepted, bonus = _run(rule, drafted, target_KV, draft_KV, draws)
     sums = np.bincount(num_accepted * vocab_size + bonus, weights)
     for outcome in np.flatnonzero(sums).tolist():
         num, token = divmod(outcome, vocab_size)

@@ -1,12 +1,18 @@
-"""Where drafts come from: here, a small model over the same vocabulary.
+"""Where drafts come from: a small model over the same vocabulary, or what has been said before.
 
 The draft model has no second pool: its keys and values lie in arrays of their own at the same block ids, so whatever
 the block manager does holds for both. It follows the target through every chunk of a prompt, and proposes up to as many
 tokens as the plan has slots for. Drafting: Leviathan et al. 2023, arXiv:2211.17192.
+
+Prompt look-up finds the last few tokens earlier in the request's own tokens and proposes what followed them there. Its
+law is a point mass, for which the keyed rule accepts exactly as often as any other (with the target's probability of
+the draft), so its drafts carry no laws. Saxena 2023, prompt lookup decoding.
 """
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
+from weakref import WeakKeyDictionary
 
 import numpy as np
 from numpy.typing import NDArray
@@ -39,20 +45,74 @@ def is_keyed(request: Request) -> bool:
     return request.params.is_greedy or request.params.seed is not None
 
 
+class Proposer(Protocol):
+    """Makes drafts for a plan. `caches` are those of its own that follow the target's blocks."""
+
+    @property
+    def caches(self) -> Sequence[KVCache]: ...
+
+    def propose(self, plan: SchedulerOutput) -> Proposal: ...
+
+
+class NgramIndex:
+    """Where each run of `min_n` to `max_n` tokens was last followed by another, for one growing sequence."""
+
+    def __init__(self, min_n: int, max_n: int) -> None:
+        self._lengths = range(max_n, min_n - 1, -1)
+        self._tokens: list[int] = []
+        self._next_position: dict[tuple[int, ...], int] = {}
+
+    def extend(self, token_ids: Sequence[int]) -> None:
+        """Take in what the sequence has beyond what was taken in before."""
+        for token_id in token_ids[len(self._tokens) :]:
+            end = len(self._tokens)
+            for n in self._lengths:
+                if n <= end:
+                    self._next_position[tuple(self._tokens[end - n :])] = end
+            self._tokens.append(token_id)
+
+    def look_up(self, num_tokens: int) -> list[int]:
+        """At most `num_tokens` tokens that followed the longest known tail; [] if none is known."""
+        for n in self._lengths:
+            position = self._next_position.get(tuple(self._tokens[-n:])) if n <= len(self._tokens) else None
+            if position is not None:
+                return self._tokens[position : position + num_tokens]
+        return []
+
+
+class NgramProposer:
+    """Proposes by prompt look-up."""
+
+    caches: Sequence[KVCache] = ()
+
+    def __init__(self, min_n: int, max_n: int) -> None:
+        self._min_n, self._max_n = min_n, max_n
+        self._indices: WeakKeyDictionary[Request, NgramIndex] = WeakKeyDictionary()
+
+    def propose(self, plan: SchedulerOutput) -> Proposal:
+        """Look up for everybody who has draft slots."""
+        drafts = {}
+        for scheduled in plan.scheduled:
+            request = scheduled.request
+            if scheduled.num_draft_slots and request.script is None:
+                index = self._indices.setdefault(request, NgramIndex(self._min_n, self._max_n))
+                index.extend(request.token_ids)
+                drafts[request.request_id] = Draft(index.look_up(scheduled.num_draft_slots))
+        return Proposal(drafts)
+
+
 class DraftModelProposer:
     """Proposes with a draft model; `cache` has the target's number of blocks and block size."""
 
     def __init__(self, model: Transformer, cache: KVCache) -> None:
+        self.cache = cache
+        self.caches = [cache]
         self._model = model
-        self._cache = cache
-
-    def copy_blocks(self, copies: Sequence[tuple[int, int]]) -> None:
-        self._cache.copy_blocks(copies)
 
     def propose(self, plan: SchedulerOutput) -> Proposal:
         """Run the draft model over what the plan computes, then on over its own tokens where there are draft slots."""
         followed = [s for s in plan.scheduled if s.request.num_speculative_tokens and s.request.script is None]
-        if not followed:
+        if not followed or _drafting_is_off(followed):
             return Proposal()
         drafts = {s.request_id: Draft() for s in followed if s.num_draft_slots and s.yields_token}
         computed = {s.request_id: s.end for s in followed}
@@ -73,9 +133,19 @@ class DraftModelProposer:
         return Proposal(drafts, computed)
 
     def _forward(self, runs: Sequence[tuple[ScheduledRequest, Sequence[int], int]]) -> NDArray[np.float32]:
-        batch = flat_batch([(tokens, position, s.block_ids) for s, tokens, position in runs], self._cache.block_size)
+        batch = flat_batch([(tokens, position, s.block_ids) for s, tokens, position in runs], self.cache.block_size)
         last_rows = np.array([span.row + span.num_tokens - 1 for span in batch.spans])
-        return self._model.forward(batch, self._cache, last_rows)
+        return self._model.forward(batch, self.cache, last_rows)
+
+
+def _drafting_is_off(followed: Sequence[ScheduledRequest]) -> bool:
+    """True if somebody could use drafts and nobody may have any: then the draft model falls behind, and catches up.
+
+    Samples about to be born have no slots in any batch. If the draft model did not follow their prompt now, each of
+    them would catch up on it alone.
+    """
+    could_draft = any(s.yields_token and s.request.num_drafts_wanted and not s.request.siblings for s in followed)
+    return could_draft and not any(s.num_draft_slots for s in followed)
 
 
 def _catch_up(scheduled: ScheduledRequest) -> list[int]:

@@ -5,6 +5,7 @@ behind the last token of each request (fewer than `block_size` slots), blocks ca
 value, `None`, with nothing changed. Source: Kwon et al. 2023, arXiv:2309.06180.
 """
 
+import itertools
 from collections import Counter
 from collections.abc import Hashable, Sequence
 from typing import NamedTuple
@@ -202,6 +203,38 @@ class BlockManager:
         num_full = self.num_tokens(request_id) // self.block_size
         for block, block_hash in zip(self._tables[request_id][:num_full], block_hashes, strict=False):
             self.pool.publish(block, block_hash)
+
+    def num_known(self, block_hashes: Sequence[Hashable]) -> int:
+        """How many leading ones of these contents the pool holds."""
+        return len(self._leading_hits(block_hashes))
+
+    def num_in_use(self, block_hashes: Sequence[Hashable]) -> int:
+        """Of contents that the pool holds, how many lie in blocks that somebody uses: sharing those costs nothing."""
+        blocks = [self.pool.find(block_hash) for block_hash in block_hashes]
+        return sum(1 for block in blocks if block is not None and self.pool.ref_count(block) > 0)
+
+    def mark_draft_filled(self, request_id: Hashable, first: int, end: int) -> None:
+        """Say that the request's blocks [first, end) hold the draft model's keys and values too."""
+        for block in self._table(request_id)[first:end]:
+            self.pool.mark_draft_filled(block)
+
+    def num_draft_filled(self, request_id: Hashable) -> int:
+        """The request's leading blocks that hold the draft model's keys and values."""
+        filled = itertools.takewhile(self.pool.is_draft_filled, self._table(request_id))
+        return sum(1 for _ in filled)
+
+    def num_wasted_slots(self) -> int:
+        """Slots in used blocks that hold no token: behind the last token of each last block."""
+        fill: dict[int, int] = {}
+        for request_id, table in self._tables.items():
+            spare = -self._num_tokens[request_id] % self.block_size
+            if spare:
+                fill[table[-1]] = min(spare, fill.get(table[-1], self.block_size))
+        return sum(fill.values())
+
+    def holds(self, request_id: Hashable) -> bool:
+        """True if the request has a table here."""
+        return request_id in self._tables
 
     def free(self, request_id: Hashable) -> None:
         """Give back all its blocks."""

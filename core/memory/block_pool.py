@@ -23,6 +23,7 @@ class BlockPool:
         self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_blocks))
         self._block_of_hash: dict[Hashable, int] = {}
         self._hash_of_block: dict[int, Hashable] = {}
+        self._draft_filled: set[int] = set()
         self._num_shared = 0
 
     @property
@@ -86,8 +87,25 @@ class BlockPool:
             self._block_of_hash[block_hash] = block
             self._hash_of_block[block] = block_hash
 
+    def mark_draft_filled(self, block: int) -> None:
+        """Say that a block holds the draft model's keys and values too."""
+        self._draft_filled.add(block)
+
+    def is_draft_filled(self, block: int) -> bool:
+        return block in self._draft_filled
+
+    def hash_of(self, block: int) -> Hashable | None:
+        """What the block is known to hold, or None."""
+        return self._hash_of_block.get(block)
+
+    def forget_hashes(self) -> None:
+        """No block can be hit any more; those in use stay in use."""
+        self._block_of_hash.clear()
+        self._hash_of_block.clear()
+
     def forget(self, block: int) -> None:
         """Its contents are about to change: no hash finds it any more."""
+        self._draft_filled.discard(block)
         block_hash = self._hash_of_block.pop(block, None)
         if block_hash is not None:
             del self._block_of_hash[block_hash]

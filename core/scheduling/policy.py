@@ -12,9 +12,9 @@ from core.request import Request
 class FirstComeFirstServed:
     """Both sequences are in order of age, oldest first."""
 
-    def next_to_admit(self, waiting: Sequence[Request]) -> Request:
-        """The waiting request to admit first; if it does not fit, nobody passes it."""
-        return waiting[0]
+    def admission_order(self, waiting: Sequence[Request]) -> Sequence[Request]:
+        """The waiting in the order in which they are admitted; if one does not fit, nobody passes it."""
+        return list(waiting)
 
     def victim(self, running: Sequence[Request]) -> Request | None:
         """The running request to preempt: the youngest. None if only the oldest is left."""

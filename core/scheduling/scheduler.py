@@ -1,25 +1,28 @@
-"""Continuous batching: who computes how many tokens in this step, in which blocks, and who gives way.
+"""Continuous batching: requests come, advance together step by step, and leave as soon as they are done.
 
 There is no prefill phase and no decode phase: every request has tokens, some of them with KV, and a step lets it catch
-up, within `max_num_batched_tokens`. Chunked prompts, resuming after preemption and verifying drafts are the same thing.
+up, within `max_num_batched_tokens`. Chunked prompts, prefix hits, resuming after preemption and verifying drafts are
+the same thing.
 
-Order of effects in a step: `schedule()` reserves blocks (for the running, oldest first, preempting the youngest only
-when free blocks do not cover one token; then for those admitted; then, from what is left, for drafts). `execute`
-computes. `update()` advances: tokens, ends, blocks given back. Nothing advances before that, so when `execute` raises,
-reservations go back and the requests are run one at a time, that only the culprit fails. Preemptions stand.
+Order of effects in a step: `schedule()` reserves blocks (see `planner`). `execute` computes. `update()` advances:
+siblings born, tokens, blocks made findable, ends, blocks given back. Nothing advances before that, so when `execute`
+raises, reservations go back and the requests are run one at a time, that only the culprit fails. Preemptions stand.
 
 Iteration-level scheduling: Yu et al. 2022 (Orca, OSDI). Catching up: vLLM's V1 scheduler.
 """
 
-import bisect
 import logging
-from collections.abc import Iterable
 from typing import NamedTuple
 
-from core.errors import DuplicateRequest, InvalidRequest, InvariantViolation, UnknownRequest
+from core.errors import InvalidRequest, InvariantViolation, UnknownRequest
 from core.memory.block_manager import BlockManager, blocks_needed
-from core.request import FinishReason, Request, RequestOutput, RequestStatus, SamplingParams
+from core.memory.host_tier import HostTier
+from core.memory.prefix_ghost import PrefixGhost
+from core.request import FinishReason, Request, RequestOutput, SamplingParams
+from core.scheduling.planner import StepPlanner
 from core.scheduling.policy import FirstComeFirstServed
+from core.scheduling.preemption import Swaps, always_swap
+from core.scheduling.queues import RequestQueues, family_size
 from core.scheduling.stopping import StopTracker
 from core.step import Execute, ModelRunnerOutput, SampledTokens, ScheduledRequest, SchedulerOutput, count_only
 
@@ -39,19 +42,6 @@ class StepReport(NamedTuple):
     num_running: int
 
 
-class _Share:
-    """One request's part of a plan in the making."""
-
-    def __init__(self, request: Request, num_tokens: int) -> None:
-        self.request = request
-        self.num_tokens = num_tokens
-        self.num_draft_slots = 0
-
-    @property
-    def yields_token(self) -> bool:
-        return self.num_tokens == self.request.num_missing_tokens
-
-
 class ContinuousBatchingScheduler:
     """Runs requests over a BlockManager, at most `max_batch` at once.
 
@@ -62,6 +52,12 @@ class ContinuousBatchingScheduler:
         max_num_batched_tokens: most tokens computed in a step; None for no limit.
         max_model_len: prompt and output together never pass it; None for no limit.
         policy: who is admitted next and who is preempted.
+        tier: where blocks of preempted requests may be copied to.
+        swaps: whether they are, for each victim; with a tier and without this, always.
+        ghost: told of every prompt looked up and every block published.
+        max_drafting: with more requests than this in a step nobody drafts; None for no limit.
+        enable_prefix_caching: let requests with equal beginnings share blocks. Off by default here, since requests of
+            which only lengths are known (`add`) all begin alike.
     """
 
     def __init__(
@@ -73,6 +69,11 @@ class ContinuousBatchingScheduler:
         max_num_batched_tokens: int | None = None,
         max_model_len: int | None = None,
         policy: FirstComeFirstServed | None = None,
+        enable_prefix_caching: bool = False,
+        tier: HostTier | None = None,
+        swaps: Swaps = always_swap,
+        ghost: PrefixGhost | None = None,
+        max_drafting: int | None = None,
     ) -> None:
         if max_batch < 1:
             raise ValueError(f"max_batch is {max_batch}, at least 1 is needed")
@@ -80,19 +81,28 @@ class ContinuousBatchingScheduler:
             raise ValueError(f"max_num_batched_tokens is {max_num_batched_tokens}, at least 1 is needed")
         self.max_batch = max_batch
         self.block_manager = block_manager
-        self.num_preemptions = 0
+        self._queues = RequestQueues()
+        self._planner = StepPlanner(
+            self._queues,
+            block_manager,
+            policy or FirstComeFirstServed(),
+            max_batch=max_batch,
+            max_num_batched_tokens=max_num_batched_tokens,
+            max_model_len=max_model_len,
+            shares_prefixes=enable_prefix_caching,
+            tier=tier,
+            swaps=swaps,
+            ghost=ghost,
+            max_drafting=max_drafting,
+        )
         self._execute = execute
-        self._token_limit = max_num_batched_tokens
         self._max_model_len = max_model_len
-        self._policy = policy or FirstComeFirstServed()
-        self._running: list[Request] = []  # both in order of age, oldest first
-        self._waiting: list[Request] = []
-        self._requests: dict[str, Request] = {}
+        self._publishes = enable_prefix_caching
+        self._tier = tier
+        self._ghost = ghost
         self._trackers: dict[str, StopTracker] = {}
         self._outputs: list[RequestOutput] = []
         self._pinned: list[int] = []  # sources of block copies that the plan under way reads
-        self._num_added = 0
-        self._num_steps = 0
 
     # Requests come and go
 
@@ -101,22 +111,20 @@ class ContinuousBatchingScheduler:
         self.add_request(Request(request_id, [0] * num_prompt_tokens, SamplingParams(max_tokens=max_tokens)))
 
     def add_request(self, request: Request) -> None:
-        """Queue a request.
+        """Queue a request, with its siblings if it is to be sampled several times.
 
         Raises:
             DuplicateRequest: its id is in use.
-            InvalidRequest: even alone it could not fit the pool.
+            InvalidRequest: even alone it could not fit the pool, or it has more samples than there are places.
         """
-        if request.request_id in self._requests:
-            raise DuplicateRequest(f"request {request.request_id!r} exists already")
         self._refuse_what_never_fits(request)
-        request.age = self._num_added
-        self._num_added += 1
-        self._requests[request.request_id] = request
-        self._trackers[request.request_id] = StopTracker(request, self._max_model_len)
-        self._insert(self._waiting, request)
+        self._queues.add(request)
+        for member in (request, *request.siblings):
+            self._trackers[member.request_id] = StopTracker(member, self._max_model_len)
 
     def _refuse_what_never_fits(self, request: Request) -> None:
+        if family_size(request) > self.max_batch:
+            raise InvalidRequest(f"n is {family_size(request)}, at most {self.max_batch} run at once", "n")
         manager = self.block_manager
         # The last token is never fed back, so it needs no slot.
         num_slots = request.num_prompt_tokens + request.max_tokens - 1
@@ -129,32 +137,64 @@ class ContinuousBatchingScheduler:
             )
 
     def abort(self, request_id: str) -> None:
-        """End a request at once and give back its blocks; it yields no further output."""
-        request = self._requests.get(request_id)
+        """End a request at once and give back its blocks; it yields no further output. Its siblings go on."""
+        request = self._queues.find(request_id)
         if request is None:
             raise UnknownRequest(f"request {request_id!r} is unknown")
+        parent = self._queues.parent_of(request)
+        if parent is not None:
+            parent.siblings.remove(request)
+        elif request.siblings:
+            self._hand_down(request)
         request.finish(FinishReason.ABORT)
         self._remove(request)
 
+    def _hand_down(self, request: Request) -> None:
+        """The eldest unborn sibling takes the place of a request that leaves before the prompt is computed."""
+        heir, *others = request.siblings
+        request.siblings, heir.siblings = [], others
+        if request in self._queues.running:
+            self.block_manager.fork(request.request_id, heir.request_id)
+            heir.take_progress(request)
+            self._queues.set_running(heir)
+        else:
+            heir.status = request.status
+            self._queues.set_waiting(heir)
+
+    def reset_prefix_cache(self) -> None:
+        """No request will hit what has been computed so far. Those that run are not disturbed."""
+        self.block_manager.pool.forget_hashes()
+        if self._tier is not None:
+            self._tier.clear()
+
     @property
     def has_unfinished_requests(self) -> bool:
-        return bool(self._requests)
+        return len(self._queues) > 0
 
     @property
     def num_running(self) -> int:
-        return len(self._running)
+        return self._queues.num_running
 
     @property
     def num_waiting(self) -> int:
-        return len(self._waiting)
+        return self._queues.num_waiting
+
+    @property
+    def num_deferred(self) -> int:
+        """Of the waiting, those that the last step let wait for a block being computed."""
+        return self._planner.num_deferred
+
+    @property
+    def num_preemptions(self) -> int:
+        return self._planner.num_preemptions
 
     def unfinished_requests(self) -> list[Request]:
         """All that run or wait, in no order."""
-        return list(self._requests.values())
+        return self._queues.all()
 
     def find(self, request_id: str) -> Request | None:
         """The unfinished request with this id, or None."""
-        return self._requests.get(request_id)
+        return self._queues.find(request_id)
 
     def take_outputs(self) -> list[RequestOutput]:
         """What the requests have said since the last call, handed over; at most one output a request and step."""
@@ -169,17 +209,16 @@ class ContinuousBatchingScheduler:
         Raises:
             InvariantViolation, MemoryError: the engine cannot go on. What else `execute` raises fails one request.
         """
-        if not self._requests:
+        if not self.has_unfinished_requests:
             return StepReport([], [], 0)
         plan = self.schedule()
-        num_running = len(self._running)
+        num_running = self.num_running
         try:
             result = self._execute(plan)
         except _FATAL:
             raise
         except Exception:
             logger.exception("step raised, its requests are run one at a time\n%s", plan.describe())
-            self._roll_back(plan)
             finished = self._run_one_by_one(plan)
         else:
             finished = self.update(plan, result)
@@ -187,155 +226,95 @@ class ContinuousBatchingScheduler:
 
     def schedule(self) -> SchedulerOutput:
         """Reserve blocks for the next step and say who computes what. Advances nobody."""
-        shares: list[_Share] = []
-        preempted: list[str] = []
-        self._schedule_running(shares, preempted)
-        if not preempted:
-            self._admit(shares)
-        self._reserve_drafts(shares)
-        if not shares:
-            raise InvariantViolation("requests are unfinished, yet none can be scheduled")
-        self._num_steps += 1
-        return self._freeze(shares, preempted)
-
-    def _budget(self, shares: list[_Share]) -> int:
-        """Tokens that may still be scheduled in this step."""
-        limit = self._token_limit
-        if limit is None:
-            return 2**63
-        return limit - sum(share.num_tokens + share.num_draft_slots for share in shares)
-
-    def _schedule_running(self, shares: list[_Share], preempted: list[str]) -> None:
-        for request in list(self._running):
-            budget = self._budget(shares)
-            if budget == 0:
-                return
-            if request.status is not RequestStatus.RUNNING:
-                continue  # preempted by an older one
-            num_tokens = self._reserve(request, min(request.num_missing_tokens, budget))
-            while num_tokens == 0 and request.status is RequestStatus.RUNNING:
-                preempted.append(self._preempt_one())
-                if request.status is RequestStatus.RUNNING:
-                    num_tokens = self._reserve(request, min(request.num_missing_tokens, budget))
-            if num_tokens:
-                shares.append(_Share(request, num_tokens))
-
-    def _reserve(self, request: Request, num_tokens: int) -> int:
-        """Reserve slots for that many tokens, or for as many as there is room for; returns how many."""
-        num_tokens = min(num_tokens, self.block_manager.max_append(request.request_id))
-        if num_tokens and self.block_manager.append(request.request_id, num_tokens) is None:
-            raise InvariantViolation(f"{num_tokens} tokens of {request!r} do not fit where they should")
-        return num_tokens
-
-    def _preempt_one(self) -> str:
-        victim = self._policy.victim(self._running)
-        if victim is None:
-            raise InvariantViolation(f"{self._running[0]!r} runs alone and does not fit; it should have been refused")
-        self.block_manager.free(victim.request_id)
-        victim.status = RequestStatus.PREEMPTED
-        victim.num_computed_tokens = victim.num_draft_computed_tokens = 0
-        victim.num_preemptions += 1
-        self.num_preemptions += 1
-        self._running.remove(victim)
-        self._insert(self._waiting, victim)
-        logger.debug("request preempted", extra={"request_id": victim.request_id, "num_tokens": victim.num_tokens})
-        return victim.request_id
-
-    def _admit(self, shares: list[_Share]) -> None:
-        while self._waiting and len(self._running) < self.max_batch:
-            num_tokens = self._budget(shares)
-            if num_tokens == 0:
-                return
-            request = self._policy.next_to_admit(self._waiting)
-            num_tokens = min(num_tokens, request.num_tokens)
-            if not self._may_come_back(request):
-                return
-            if self.block_manager.allocate(request.request_id, num_tokens) is None:
-                return
-            self._waiting.remove(request)
-            request.status = RequestStatus.RUNNING
-            self._insert(self._running, request)
-            shares.append(_Share(request, num_tokens))
-
-    def _may_come_back(self, request: Request) -> bool:
-        """A preempted request waits for room for all its tokens and one more, or it would only be preempted again."""
-        if request.status is not RequestStatus.PREEMPTED:
-            return True
-        manager = self.block_manager
-        needed = blocks_needed(request.num_tokens + 1, manager.block_size)
-        return min(needed, manager.num_blocks) <= manager.num_free_blocks
-
-    def _reserve_drafts(self, shares: list[_Share]) -> None:
-        """Drafts get only what is left when everybody has been served, so they are dropped before anyone gives way."""
-        for share in shares:
-            if share.yields_token:
-                wanted = min(share.request.num_drafts_wanted, self._budget(shares), self._context_left(share.request))
-                share.num_draft_slots = self._reserve(share.request, max(0, wanted))
-
-    def _context_left(self, request: Request) -> int:
-        """Drafts that fit the context: behind them there is one token more."""
-        if self._max_model_len is None:
-            return 2**63
-        return self._max_model_len - request.num_tokens - 1
-
-    def _freeze(self, shares: list[_Share], preempted: list[str]) -> SchedulerOutput:
-        copies = self.block_manager.take_copies()
-        for source, _ in copies:
+        plan = self._planner.plan()
+        for source, _ in plan.block_copies:
             self.block_manager.pool.share(source)
             self._pinned.append(source)
-        scheduled = tuple(self._scheduled(s.request, s.num_tokens, s.num_draft_slots) for s in shares)
-        return SchedulerOutput(self._num_steps, scheduled, tuple(copies), tuple(preempted))
-
-    def _scheduled(self, request: Request, num_tokens: int, num_draft_slots: int) -> ScheduledRequest:
-        table = self.block_manager.block_table(request.request_id)
-        return ScheduledRequest(request, request.num_computed_tokens, num_tokens, num_draft_slots, table)
+        return plan
 
     def update(self, plan: SchedulerOutput, result: ModelRunnerOutput) -> list[str]:
         """Advance the plan's requests by what was computed; returns the ids of those that ended."""
         self._unpin()
         finished = []
         for scheduled in plan.scheduled:
-            self._advance(scheduled, result.sampled.get(scheduled.request_id))
-            self._advance_draft(scheduled.request, result)
-            if scheduled.request.is_finished:
-                finished.append(scheduled.request_id)
-                self._remove(scheduled.request)
+            for request in self._advance(scheduled, result):
+                if request.is_finished:
+                    finished.append(request.request_id)
+                    self._remove(request)
         return finished
 
-    def _advance(self, scheduled: ScheduledRequest, sampled: SampledTokens | None) -> None:
-        request, tracker = scheduled.request, self._trackers[scheduled.request_id]
-        if (sampled is not None) != scheduled.yields_token:
-            raise InvariantViolation(
-                f"{request!r} should {'' if scheduled.yields_token else 'not '}have yielded a token"
-            )
+    def _advance(self, scheduled: ScheduledRequest, result: ModelRunnerOutput) -> list[Request]:
+        """Advance one request; returns it and its siblings, if this step bore them."""
+        request, yielding = scheduled.request, scheduled.yielding_requests
+        born = yielding[1:]
         request.num_computed_tokens = scheduled.end
-        if sampled is not None:
-            if sampled.num_accepted_tokens > scheduled.num_draft_slots:
-                raise InvariantViolation(f"{request!r} accepted more drafts than it had slots")
-            request.num_computed_tokens += sampled.num_accepted_tokens
-            logprobs = sampled.logprobs or [None] * len(sampled.token_ids)
-            for token_id, token_logprobs in zip(sampled.token_ids, logprobs, strict=True):
-                tracker.append(token_id, token_logprobs)
-                if request.is_finished:
-                    break
-            self._outputs.append(tracker.take_output())
+        for sibling in born:
+            # Before anybody appends: all go on from the same blocks, and whoever writes first copies.
+            self.block_manager.fork(request.request_id, sibling.request_id)
+            sibling.take_progress(request)
+        for member in yielding:
+            self._append(scheduled, member, result.sampled.get(member.request_id))
+        if not yielding and request.request_id in result.sampled:
+            raise InvariantViolation(f"{request!r} yields no token, yet the runner returned one")
+        self._advance_draft(request, result)
         # Rejected drafts give their slots back.
         self.block_manager.truncate(request.request_id, request.num_computed_tokens)
+        self._publish(request)
+        if born:
+            request.siblings = []
+            for sibling in born:
+                self._queues.set_running(sibling)
+        return [request, *born]
 
-    @staticmethod
-    def _advance_draft(request: Request, result: ModelRunnerOutput) -> None:
+    def _append(self, scheduled: ScheduledRequest, request: Request, sampled: SampledTokens | None) -> None:
+        """Give a request its new tokens, one at a time."""
+        if sampled is None:
+            raise InvariantViolation(f"{request!r} should have yielded a token")
+        if sampled.num_accepted_tokens > scheduled.num_draft_slots:
+            raise InvariantViolation(f"{request!r} accepted more drafts than it had slots")
+        tracker = self._trackers[request.request_id]
+        request.num_computed_tokens += sampled.num_accepted_tokens
+        logprobs = sampled.logprobs or [None] * len(sampled.token_ids)
+        for token_id, token_logprobs in zip(sampled.token_ids, logprobs, strict=True):
+            tracker.append(token_id, token_logprobs)
+            if request.is_finished:
+                break
+        self._outputs.append(tracker.take_output())
+
+    def _advance_draft(self, request: Request, result: ModelRunnerOutput) -> None:
         computed = result.draft_computed.get(request.request_id, request.num_draft_computed_tokens)
         # The draft model ran over drafts that may have been rejected.
         request.num_draft_computed_tokens = min(computed, request.num_computed_tokens)
 
+    def _publish(self, request: Request) -> None:
+        """Make the blocks that this step has filled findable."""
+        if not self._publishes:
+            return
+        manager = self.block_manager
+        # A stop inside an accepted run leaves tokens with KV that the request does not have.
+        num_full = min(request.num_computed_tokens, request.num_tokens) // manager.block_size
+        if num_full > request.num_published_blocks:
+            hashes = request.block_hashes(manager.block_size, num_full)
+            manager.publish(request.request_id, hashes)
+            if self._ghost is not None:
+                self._ghost.publish(hashes[request.num_published_blocks :])
+            request.num_published_blocks = num_full
+        num_filled = min(request.num_draft_computed_tokens // manager.block_size, num_full)
+        if num_filled > request.num_draft_filled_blocks:
+            manager.mark_draft_filled(request.request_id, request.num_draft_filled_blocks, num_filled)
+            request.num_draft_filled_blocks = num_filled
+
     # When a step raises
 
-    def _roll_back(self, plan: SchedulerOutput) -> None:
+    def _run_one_by_one(self, plan: SchedulerOutput) -> list[str]:
+        if self._tier is not None:
+            self._tier.forget({slot for _, slot in plan.tier_stores})
+        if plan.block_copies or plan.tier_loads:
+            # Nobody knows how far the step had come, so they are made (again) before a source can be given back.
+            self._execute(SchedulerOutput(plan.step, (), plan.block_copies, tier_loads=plan.tier_loads))
         self._unpin()
         for scheduled in plan.scheduled:
             self.block_manager.truncate(scheduled.request_id, scheduled.start)
-
-    def _run_one_by_one(self, plan: SchedulerOutput) -> list[str]:
         finished = []
         for scheduled in plan.scheduled:
             alone = self._plan_alone(plan, scheduled)
@@ -345,26 +324,28 @@ class ContinuousBatchingScheduler:
                 raise
             except Exception as error:
                 logger.exception("request failed\n%s", alone.describe())
-                self._unpin()
-                self._fail(scheduled.request, error)
-                finished.append(scheduled.request_id)
+                finished += self._fail(scheduled.request, error)
             else:
                 finished += self.update(alone, result)
         return finished
 
     def _plan_alone(self, plan: SchedulerOutput, scheduled: ScheduledRequest) -> SchedulerOutput:
         request = scheduled.request
-        num_tokens = self._reserve(request, scheduled.num_tokens)
+        num_tokens = self._planner.reserve(request, scheduled.num_tokens)
         if num_tokens < scheduled.num_tokens:
             raise InvariantViolation(f"{request!r} lost its room while a step was rolled back")
-        num_draft_slots = self._reserve(request, scheduled.num_draft_slots)
-        return SchedulerOutput(plan.step, (self._scheduled(request, num_tokens, num_draft_slots),))
+        num_draft_slots = self._planner.reserve(request, scheduled.num_draft_slots)
+        return SchedulerOutput(plan.step, (self._planner.scheduled(request, num_tokens, num_draft_slots),))
 
-    def _fail(self, request: Request, error: Exception) -> None:
-        request.error = f"{type(error).__name__}: {error}"
-        request.finish(FinishReason.ERROR)
-        self._outputs.append(self._trackers[request.request_id].take_output())
-        self._remove(request)
+    def _fail(self, request: Request, error: Exception) -> list[str]:
+        family = [request, *request.siblings]
+        request.siblings = []
+        for member in family:
+            member.error = f"{type(error).__name__}: {error}"
+            member.finish(FinishReason.ERROR)
+            self._outputs.append(self._trackers[member.request_id].take_output())
+            self._remove(member)
+        return [member.request_id for member in family]
 
     # Bookkeeping
 
@@ -373,39 +354,22 @@ class ContinuousBatchingScheduler:
             self.block_manager.pool.release(block)
         self._pinned = []
 
-    @staticmethod
-    def _insert(queue: list[Request], request: Request) -> None:
-        bisect.insort(queue, request, key=lambda r: r.age)
-
     def _remove(self, request: Request) -> None:
-        if request in self._running:
-            self._running.remove(request)
+        if self.block_manager.holds(request.request_id):
             self.block_manager.free(request.request_id)
-        else:
-            self._waiting.remove(request)
-        del self._requests[request.request_id], self._trackers[request.request_id]
+        self._queues.remove(request)
+        del self._trackers[request.request_id]
 
     def check_invariants(self) -> None:
         """Raise InvariantViolation unless the scheduler's books agree with each other and with the block manager's."""
         manager = self.block_manager
         manager.check_invariants(self._pinned)
-        if len(self._running) > self.max_batch:
-            raise InvariantViolation(f"{len(self._running)} requests run, limit is {self.max_batch}")
-        queued = [r.request_id for r in (*self._running, *self._waiting)]
-        if len(set(queued)) != len(queued) or set(queued) != set(self._requests):
-            raise InvariantViolation("a request is in no queue, or in two")
-        for queue in (self._running, self._waiting):
-            self._check_ages(queue)
-        for request in self._running:
+        self._queues.check_invariants(self.max_batch)
+        for request in self._queues.running:
             if manager.num_tokens(request.request_id) != request.num_computed_tokens:
-                raise InvariantViolation(
-                    f"{request!r} has {manager.num_tokens(request.request_id)} slots between steps"
-                )
-        if manager.pool.num_used_blocks and not self._running:
+                raise InvariantViolation(f"{request!r} holds {manager.num_tokens(request.request_id)} slots")
+        if manager.pool.num_used_blocks and not self._queues.running:
             raise InvariantViolation(f"{manager.pool.num_used_blocks} blocks are used, yet nothing runs")
-
-    @staticmethod
-    def _check_ages(queue: Iterable[Request]) -> None:
-        ages = [request.age for request in queue]
-        if ages != sorted(ages):
-            raise InvariantViolation(f"a queue is out of order: {ages}")
+        for request in self._queues.waiting:
+            if manager.holds(request.request_id):
+                raise InvariantViolation(f"{request!r} waits and yet holds blocks")

@@ -2,11 +2,13 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from core.decoding.proposers import DraftModelProposer
+from core.decoding.proposers import DraftModelProposer, Proposer
+from core.decoding.speculative import Verify
 from core.memory.block_manager import BlockManager
 from core.model.config import ModelConfig
 from core.model.kv_cache import KVCache
@@ -101,11 +103,16 @@ def a_runner(
     num_blocks: int,
     block_size: int,
     make_proposer: Callable[[Transformer, KVCache], DraftModelProposer] = DraftModelProposer,
+    *,
+    proposer: Proposer | None = None,
+    verify: Verify | None = None,
 ) -> ModelRunner:
-    proposer = None
+    """A runner that drafts with a model, with another proposer, or (neither given) not at all."""
     if draft is not None:
         proposer = make_proposer(draft.transformer(), KVCache(draft.config, num_blocks, block_size))
-    return ModelRunner(target.transformer(), KVCache(target.config, num_blocks, block_size), proposer)
+    cache = KVCache(target.config, num_blocks, block_size)
+    rule = {} if verify is None else {"verify": verify}
+    return ModelRunner(target.transformer(), cache, proposer, **rule)
 
 
 def serve(
@@ -117,8 +124,12 @@ def serve(
     max_batch: int = 8,
     token_limit: int | None = None,
     after_step: Callable[[], None] | None = None,
+    **limits: Any,
 ) -> Served:
-    """Run the requests to their ends; the scheduler's invariants are checked after every step."""
+    """Run the requests to their ends; the scheduler's invariants are checked after every step.
+
+    `limits` are more arguments of the scheduler's.
+    """
     manager = BlockManager(num_blocks, block_size)
     served = Served({request.request_id: [] for request in requests})
 
@@ -128,7 +139,9 @@ def serve(
         served.num_accepted += sum(sampled.num_accepted_tokens for sampled in result.sampled.values())
         return result
 
-    scheduler = ContinuousBatchingScheduler(max_batch, manager, execute=counted, max_num_batched_tokens=token_limit)
+    scheduler = ContinuousBatchingScheduler(
+        max_batch, manager, execute=counted, max_num_batched_tokens=token_limit, **limits
+    )
     for request in requests:
         scheduler.add_request(request)
     while scheduler.has_unfinished_requests:

@@ -32,7 +32,14 @@ PARAMS: tuple[dict[str, Any], ...] = (
     {"temperature": 0.7, "top_p": 0.9, "presence_penalty": 0.5, "frequency_penalty": 0.3},
     {"temperature": 1.3, "top_k": 40, "min_p": 0.02, "logit_bias": {32: 1.0}},
 )
-SPECULATION = SpeculativeConfig(num_speculative_tokens=3)
+SPECULATIONS = {
+    "draft model": SpeculativeConfig(num_speculative_tokens=3, disable_by_batch_size=NUM_REQUESTS),
+    "draft model, few": SpeculativeConfig(num_speculative_tokens=4, disable_by_batch_size=32),
+    "look-up": SpeculativeConfig(
+        method="ngram", num_speculative_tokens=5, prompt_lookup_min=1, disable_by_batch_size=NUM_REQUESTS
+    ),
+}
+SPECULATION = SPECULATIONS["draft model"]
 
 Answer = tuple[tuple[int, ...], str, tuple[object, ...]]
 
@@ -95,10 +102,28 @@ def test_a_pool_of_a_tenth_gives_the_same_answers(speculative: SpeculativeConfig
     assert (speculative is not None) == bool(engine.stats.num_accepted_tokens)
 
 
-def test_speculation_gives_the_same_answers() -> None:
-    engine = an_engine(BLOCKS_FOR_ALL, SPECULATION)
+@pytest.mark.parametrize("name", SPECULATIONS)
+def test_speculation_gives_the_same_answers(name: str) -> None:
+    engine = an_engine(BLOCKS_FOR_ALL, SPECULATIONS[name])
     assert plain_answers() == run(engine, REQUESTS)
-    assert engine.stats.num_accepted_tokens > NUM_REQUESTS
+    assert engine.stats.num_accepted_tokens > NUM_REQUESTS / 2
+
+
+def test_verification_said_in_the_config_judges_requests_without_a_seed() -> None:
+    """The seeds drawn for them are the same, so that only the rule can make a difference."""
+    params = SamplingParams(max_tokens=30, ignore_eos=True)
+    unseeded = [NewRequest(request_id=str(i), prompt_token_ids=(72, 105, 32, 97 + i), params=params) for i in range(6)]
+    engines = {
+        name: an_engine(BLOCKS_FOR_ALL, speculative)
+        for name, speculative in {
+            "default": SpeculativeConfig(),
+            "block": SpeculativeConfig(verification="block"),
+            "token": SpeculativeConfig(verification="token"),
+        }.items()
+    }
+    answers = {name: run(engine, unseeded) for name, engine in engines.items()}
+    assert answers["block"] == answers["default"]
+    assert answers["block"] != answers["token"]
 
 
 def test_small_batches_and_chunks_in_another_order_give_the_same_answers() -> None:

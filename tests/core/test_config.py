@@ -33,7 +33,19 @@ def test_counts_start_at_one(name: str):
 @pytest.mark.parametrize(
     ("fields", "message", "param"),
     [
-        ({"method": "eagle"}, "speculative method 'eagle' is unknown", "method"),
+        ({"method": "eagle"}, "speculative method is 'eagle', allowed are 'draft_model' and 'ngram'", "method"),
+        ({"verification": "fast"}, "verification is 'fast', allowed are 'block' and 'token'", "verification"),
+        ({"disable_by_batch_size": 0}, "disable_by_batch_size is 0, at least 1 is needed", "disable_by_batch_size"),
+        (
+            {"prompt_lookup_min": 0},
+            "prompt_lookup_min is 0, allowed is [1, prompt_lookup_max = 4]",
+            "prompt_lookup_min",
+        ),
+        (
+            {"prompt_lookup_min": 4, "prompt_lookup_max": 3},
+            "prompt_lookup_min is 4, allowed is [1, prompt_lookup_max = 3]",
+            "prompt_lookup_min",
+        ),
         ({"num_speculative_tokens": 0}, "num_speculative_tokens is 0, allowed is [1, 16]", "num_speculative_tokens"),
         ({"num_speculative_tokens": 17}, "num_speculative_tokens is 17, allowed is [1, 16]", "num_speculative_tokens"),
     ],
@@ -42,8 +54,19 @@ def test_speculation_knows_its_limits(fields: dict[str, Any], message: str, para
     with pytest.raises(InvalidRequest) as refused:
         SpeculativeConfig(**fields)
 
-    assert str(refused.value).startswith(message)
-    assert param == refused.value.param
+    assert (message, param) == (str(refused.value), refused.value.param)
+
+
+def test_speculation_at_its_limits_is_taken():
+    narrow = SpeculativeConfig(
+        method="ngram",
+        num_speculative_tokens=1,
+        prompt_lookup_min=1,
+        prompt_lookup_max=1,
+        verification="token",
+        disable_by_batch_size=1,
+    )
+    assert ("ngram", 16) == (narrow.method, SpeculativeConfig(num_speculative_tokens=16).num_speculative_tokens)
 
 
 def cgroup(monkeypatch: pytest.MonkeyPatch, folder: Path, **files: str) -> None:

@@ -9,13 +9,15 @@ import pytest
 
 import core.decoding.noise
 import core.model_runner
-from core.decoding.proposers import Draft, DraftModelProposer, Proposal
+from core.decoding.proposers import Draft, DraftModelProposer, NgramProposer, Proposal, Proposer
+from core.decoding.speculative import VERIFICATION_RULES, verify_blocks, verify_drafts
 from core.model.config import ModelConfig
 from core.model.kv_cache import KVCache
+from core.model_runner import ModelRunner
 from core.request import Request, SamplingParams
 from core.step import ScheduledRequest, SchedulerOutput
 from tests import oracle
-from tests.core.decoding.test_speculative import plain_rule
+from tests.core.decoding.plain_rules import plain_block_rule, plain_rule
 from tests.core.small_models import (
     DRAFT,
     EOS,
@@ -36,6 +38,7 @@ DRAFTS: dict[str, Model | None] = {
     "bad": Model(DRAFT, random_tensors(DRAFT, 9)),
     "itself": MODEL,
 }
+DRAFTERS = (*DRAFTS, "look-up")
 LARGE, TINY = 400, 13
 
 MIXED: list[dict[str, Any]] = [
@@ -48,6 +51,11 @@ MIXED: list[dict[str, Any]] = [
     {"seed": 4, "repetition_penalty": 0.8, "frequency_penalty": -0.3, "stop_token_ids": (5,), "min_tokens": 6},
     {"seed": 5, "logit_bias": {2: -100.0, 8: 2.0}, "top_k": 12, "top_p": 0.9},
 ]
+
+
+def runner_of(drafter: str, num_blocks: int, block_size: int = 4) -> ModelRunner:
+    proposer = NgramProposer(1, 3) if drafter == "look-up" else None
+    return a_runner(MODEL, DRAFTS.get(drafter), num_blocks, block_size, proposer=proposer)
 
 
 def prompt_of(i: int) -> list[int]:
@@ -82,13 +90,13 @@ def outputs(served: Served) -> dict[str, list[int]]:
     return {request_id: served.ids(request_id) for request_id in served.tokens}
 
 
-@pytest.mark.parametrize("drafter", DRAFTS)
+@pytest.mark.parametrize("drafter", DRAFTERS)
 @pytest.mark.parametrize("num_drafts", [1, 3, 6])
 @pytest.mark.parametrize(("num_blocks", "token_limit"), [(LARGE, None), (LARGE, 7), (TINY, None), (TINY, 9)])
 def test_keyed_tokens_are_those_of_the_target_alone(
     drafter: str, num_drafts: int, num_blocks: int, token_limit: int | None
 ) -> None:
-    runner = a_runner(MODEL, DRAFTS[drafter], num_blocks, 4)
+    runner = runner_of(drafter, num_blocks)
     served = serve(runner, keyed_requests(num_drafts), num_blocks=num_blocks, token_limit=token_limit)
 
     assert decoded_alone() == outputs(served)
@@ -104,14 +112,16 @@ def test_outputs_are_worth_comparing() -> None:
     assert 20 in lengths
     assert min(lengths) < 20
     assert len(MIXED) == len({tuple(tokens) for tokens in decoded_alone().values()})
-    served = serve(a_runner(MODEL, DRAFTS["good"], LARGE, 4), keyed_requests(3), num_blocks=LARGE)
+    served = serve(runner_of("good", LARGE), keyed_requests(3), num_blocks=LARGE)
     assert 0.2 < served.num_accepted / served.num_drafts < 0.95
+    looked_up = serve(runner_of("look-up", LARGE), keyed_requests(3), num_blocks=LARGE)
+    assert 0.05 < looked_up.num_accepted / looked_up.num_drafts < 0.95
 
 
 @pytest.mark.parametrize("max_batch", [1, 2, 5])
 @pytest.mark.parametrize("block_size", [1, 3, 16])
 def test_keyed_tokens_are_the_same_in_any_batch_and_block_size(max_batch: int, block_size: int) -> None:
-    runner = a_runner(MODEL, DRAFTS["good"], LARGE, block_size)
+    runner = runner_of("good", LARGE, block_size)
     requests = keyed_requests(3)[::-1]
     served = serve(runner, requests, num_blocks=LARGE, block_size=block_size, max_batch=max_batch)
     assert decoded_alone() == outputs(served)
@@ -121,24 +131,24 @@ def test_requests_may_want_different_numbers_of_drafts() -> None:
     requests = keyed_requests()
     for i, request in enumerate(requests):
         request.num_speculative_tokens = i % 4
-    assert decoded_alone() == outputs(serve(a_runner(MODEL, DRAFTS["good"], LARGE, 4), requests, num_blocks=LARGE))
+    assert decoded_alone() == outputs(serve(runner_of("good", LARGE), requests, num_blocks=LARGE))
 
 
 def test_logprobs_are_bit_equal_with_and_without_speculation() -> None:
     def logprobs(drafter: str, num_blocks: int) -> dict[str, list[object]]:
         requests = keyed_requests(4, num_logprobs=5)
-        served = serve(a_runner(MODEL, DRAFTS[drafter], num_blocks, 4), requests, num_blocks=num_blocks)
+        served = serve(runner_of(drafter, num_blocks), requests, num_blocks=num_blocks)
         return {request_id: [token.logprobs for token in tokens] for request_id, tokens in served.tokens.items()}
 
     plain = logprobs("none", LARGE)
     assert all(all(entries) for entries in plain.values())
-    for drafter, num_blocks in [("good", LARGE), ("bad", TINY), ("itself", TINY)]:
+    for drafter, num_blocks in [("good", LARGE), ("bad", TINY), ("itself", TINY), ("look-up", TINY)]:
         assert plain == logprobs(drafter, num_blocks)
 
 
 def test_logprobs_are_of_the_raw_law_of_the_target() -> None:
     requests = keyed_requests(3, num_logprobs=2)
-    served = serve(a_runner(MODEL, DRAFTS["good"], LARGE, 4), requests, num_blocks=LARGE)
+    served = serve(runner_of("good", LARGE), requests, num_blocks=LARGE)
     for i, request in enumerate(requests):
         prompt = prompt_of(i)
         logits = oracle.llama_logits(TARGET, MODEL.tensors, [*prompt, *served.ids(request.request_id)])
@@ -206,6 +216,46 @@ def test_drafts_of_a_long_run_are_those_of_a_draft_model_that_starts_afresh(
         assert [law_V.tolist() for law_V in expected.laws] == [law_V.tolist() for law_V in proposed.laws]
 
 
+@pytest.mark.parametrize("shares_prefixes", [False, True])
+@pytest.mark.parametrize(("num_blocks", "token_limit"), [(LARGE, None), (LARGE, 16), (TINY, 16)])
+def test_draft_model_that_fell_behind_while_too_many_ran_drafts_as_one_that_starts_afresh(
+    num_blocks: int, token_limit: int | None, shares_prefixes: bool
+) -> None:
+    """With more than two in a step nobody drafts. Blocks it has no keys of may be found by others."""
+    recorders: list[Recorder] = []
+
+    def make(*args: Any) -> Recorder:
+        recorders.append(Recorder(*args))
+        return recorders[0]
+
+    requests = [
+        a_request(
+            f"r{i}",
+            [*prompt_of(4)[:8], *prompt_of(i)[:12]],
+            SamplingParams(max_tokens=8 + 7 * (i % 3), ignore_eos=True, seed=i if i % 2 else None),
+            drafts=1 + i % 4,
+            seed=i,
+        )
+        for i in range(9)
+    ]
+    served = serve(
+        a_runner(MODEL, DRAFTS["good"], num_blocks, 4, make),
+        requests,
+        num_blocks=num_blocks,
+        token_limit=token_limit,
+        max_batch=4,
+        max_drafting=2,
+        enable_prefix_caching=shares_prefixes,
+    )
+    assert (num_blocks == TINY) == bool(served.num_preemptions)
+    proposals = recorders[0].proposals
+    assert 5 < len(proposals) < served.num_steps
+    for request, tokens, proposed in proposals:
+        expected = from_scratch(good_draft_for(MODEL), request, tokens, len(proposed.token_ids))
+        assert expected.token_ids == proposed.token_ids
+        assert [law_V.tolist() for law_V in expected.laws] == [law_V.tolist() for law_V in proposed.laws]
+
+
 # Requests without a seed: the law is the target's
 
 SMALL = ModelConfig(
@@ -220,22 +270,24 @@ SMALL = ModelConfig(
 )
 SMALL_MODEL = Model(SMALL, random_tensors(SMALL, 1, loudness=1.0))
 SMALL_DRAFT = Model(SMALL, random_tensors(SMALL, 2, loudness=1.0))
-SMALL_PROMPT = (1, 4, 0)
+SMALL_PROMPT = (1, 4, 0, 3, 1, 4, 0)  # says something twice, for the look-up
 NUM_SAMPLES, LENGTH = 1500, 3
 PARAMS = {
     "temperature 1": SamplingParams(max_tokens=LENGTH, ignore_eos=True),
     "processed": SamplingParams(
         max_tokens=LENGTH, ignore_eos=True, temperature=0.8, top_k=4, presence_penalty=0.7, logit_bias={3: 0.5}
     ),
+    "masked": SamplingParams(max_tokens=LENGTH, min_tokens=LENGTH, repetition_penalty=1.3, frequency_penalty=0.4),
 }
 
 
 def law_of_first_tokens(params: SamplingParams) -> oracle.Doubles:
     """(V, V, V) the exact chance of each three tokens."""
+    eos = frozenset() if params.ignore_eos else EOS
 
     def after(context: tuple[int, ...]) -> oracle.Doubles:
         logits_V = oracle.llama_logits(SMALL, SMALL_MODEL.tensors, [*SMALL_PROMPT, *context])[-1]
-        return oracle.sampling_law(list(logits_V), params, SMALL_PROMPT, context)
+        return oracle.sampling_law(list(logits_V), params, SMALL_PROMPT, context, eos)
 
     law = np.zeros((SMALL.vocab_size,) * LENGTH)
     for tokens, chance in oracle.law_of_sequences(after, LENGTH).items():
@@ -243,31 +295,73 @@ def law_of_first_tokens(params: SamplingParams) -> oracle.Doubles:
     return law
 
 
-def misfit(params: SamplingParams, num_drafts: int) -> float:
-    """How badly the first tokens of many requests fit the exact law; more than 1 is too badly."""
+def many(params: SamplingParams, num_drafts: int, drafter: Proposer | None = None, **rule: Any) -> Served:
+    """The first tokens of many requests without a seed, drafted by the small model or by another drafter."""
     num_blocks = 64 * 8
     requests = [a_request(str(i), SMALL_PROMPT, params, drafts=num_drafts, seed=i) for i in range(NUM_SAMPLES)]
-    served = serve(a_runner(SMALL_MODEL, SMALL_DRAFT, num_blocks, 4), requests, num_blocks=num_blocks, max_batch=64)
+    runner = a_runner(SMALL_MODEL, None if drafter else SMALL_DRAFT, num_blocks, 4, proposer=drafter, **rule)
+    served = serve(runner, requests, num_blocks=num_blocks, max_batch=64)
+    assert 0 < served.num_accepted < served.num_drafts
+    return served
+
+
+def misfit(params: SamplingParams, num_drafts: int, drafter: Proposer | None = None, **rule: Any) -> float:
+    """How badly these tokens fit the exact law; more than 1 is too badly."""
     counts = np.zeros((SMALL.vocab_size,) * LENGTH, int)
-    for ids in outputs(served).values():
+    for ids in outputs(many(params, num_drafts, drafter, **rule)).values():
         counts[tuple(ids)] += 1
-    assert served.num_accepted < served.num_drafts
     return oracle.chi_square(counts, law_of_first_tokens(params))
 
 
+@pytest.mark.parametrize("rule", VERIFICATION_RULES)
 @pytest.mark.parametrize("name", PARAMS)
-def test_unseeded_tokens_have_the_targets_law(name: str) -> None:
-    assert misfit(PARAMS[name], num_drafts=2) < 1
+def test_unseeded_tokens_have_the_targets_law(name: str, rule: str) -> None:
+    assert misfit(PARAMS[name], num_drafts=2, verify=VERIFICATION_RULES[rule]) < 1
 
 
-def test_unseeded_tokens_have_the_targets_law_over_several_steps() -> None:
-    assert misfit(PARAMS["temperature 1"], num_drafts=1) < 1
+@pytest.mark.parametrize("rule", VERIFICATION_RULES)
+def test_unseeded_tokens_have_the_targets_law_over_several_steps(rule: str) -> None:
+    assert misfit(PARAMS["temperature 1"], num_drafts=1, verify=VERIFICATION_RULES[rule]) < 1
 
 
+@pytest.mark.parametrize("num_drafts", [1, 2])
+@pytest.mark.parametrize("name", PARAMS)
+def test_unseeded_tokens_have_the_targets_law_with_looked_up_drafts(name: str, num_drafts: int) -> None:
+    assert misfit(PARAMS[name], num_drafts, NgramProposer(1, 3)) < 1
+
+
+def test_whole_drafts_are_judged_unless_the_runner_is_told_otherwise() -> None:
+    params = PARAMS["temperature 1"]
+    silent, token, block = (
+        many(params, 2, **rule) for rule in ({}, {"verify": verify_drafts}, {"verify": verify_blocks})
+    )
+    assert outputs(block) == outputs(silent)
+    assert outputs(block) != outputs(token)
+    assert token.num_accepted / token.num_drafts < block.num_accepted / block.num_drafts
+
+
+@pytest.mark.parametrize("plain", [plain_rule, plain_block_rule])
 @pytest.mark.parametrize("broken", ["ratio turned round", "residual from the target", "bonus from the draft"])
-def test_broken_rule_does_not_have_the_targets_law(broken: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(core.model_runner, "verify_drafts", partial(plain_rule, broken=broken))
-    assert misfit(PARAMS["temperature 1"], num_drafts=2) > 1
+def test_broken_rule_does_not_have_the_targets_law(broken: str, plain: oracle.Rule) -> None:
+    assert misfit(PARAMS["temperature 1"], num_drafts=2, verify=partial(plain, broken=broken)) > 1
+
+
+class Pretender(NgramProposer):
+    """Says that its drafts were drawn uniformly, which they were not."""
+
+    def propose(self, plan: SchedulerOutput) -> Proposal:
+        proposal = super().propose(plan)
+        uniform_V = np.full(SMALL.vocab_size, 1 / SMALL.vocab_size)
+        return Proposal(
+            {
+                request_id: Draft(draft.token_ids, [uniform_V] * len(draft.token_ids))
+                for request_id, draft in proposal.drafts.items()
+            }
+        )
+
+
+def test_looked_up_drafts_with_a_law_they_were_not_drawn_from_do_not_have_the_targets_law() -> None:
+    assert misfit(PARAMS["temperature 1"], 2, Pretender(1, 3)) > 1
 
 
 def test_one_noise_for_all_steps_does_not_have_the_targets_law(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -299,7 +393,7 @@ def test_no_noise_decides_twice(num_blocks: int, monkeypatch: pytest.MonkeyPatch
         a_request(str(i), prompt_of(i), SamplingParams(max_tokens=20, ignore_eos=True), drafts=i % 4, seed=i)
         for i in range(8)
     ]
-    served = serve(a_runner(MODEL, DRAFTS["good"], num_blocks, 4), requests, num_blocks=num_blocks, token_limit=20)
+    served = serve(runner_of("good", num_blocks), requests, num_blocks=num_blocks, token_limit=20)
     assert (num_blocks == TINY) == bool(served.num_preemptions)
     assert len(keys) > 160
     assert len(keys) == len(set(keys))
