@@ -245,10 +245,13 @@ class ContinuousBatchingScheduler:
         request, yielding = scheduled.request, scheduled.yielding_requests
         born = yielding[1:]
         request.num_computed_tokens = scheduled.end
+        if born:
+            request.siblings = []
         for sibling in born:
             # Before anybody appends: all go on from the same blocks, and whoever writes first copies.
             self.block_manager.fork(request.request_id, sibling.request_id)
             sibling.take_progress(request)
+            self._queues.set_running(sibling)
         for member in yielding:
             self._append(scheduled, member, result.sampled.get(member.request_id))
         if not yielding and request.request_id in result.sampled:
@@ -257,10 +260,6 @@ class ContinuousBatchingScheduler:
         # Rejected drafts give their slots back.
         self.block_manager.truncate(request.request_id, request.num_computed_tokens)
         self._publish(request)
-        if born:
-            request.siblings = []
-            for sibling in born:
-                self._queues.set_running(sibling)
         return [request, *born]
 
     def _append(self, scheduled: ScheduledRequest, request: Request, sampled: SampledTokens | None) -> None:
