@@ -320,6 +320,6 @@ class Engine:
             swap_slots_used=self._tier.num_used_slots if self._tier else 0,
             infinite_hit_rate=self._ghost.infinite_hit_rate if self._ghost else 0.0,
             doubled_hit_rate=self._ghost.doubled_hit_rate if self._ghost else 0.0,
-            hit_rate_error=self._ghost.relative_error if self._ghost else 0.0,
+            hit_rate_error=self._ghost.standard_error if self._ghost else 0.0,
             num_preemptions=self._scheduler.num_preemptions,
         )
