@@ -2,7 +2,7 @@
 
     python -m tools.make_trace_fixtures TRACE_DIR tests/data
 
-TRACE_DIR holds azure_llm_2023_conv.csv (Azure public dataset) and mooncake_{conversation,synthetic}.jsonl.gz (Mooncake).
+TRACE_DIR holds azure_llm_2023_conv.csv (Azure) and mooncake_{conversation,synthetic}.jsonl.gz (Mooncake).
 No timestamps are kept. A Mooncake request is kept as runs of consecutive block ids: since ids are given in order of
 first appearance, most requests are a piece of an older one and a run of new ids. What is written is the same, byte for
 byte, each time.
@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 AZURE = {
-    "source": "Azure public dataset, LLM inference trace 2023, conversation: ContextTokens and GeneratedTokens, all rows",
+    "source": "Azure public dataset, LLM inference trace 2023, conversation: ContextTokens, GeneratedTokens of all rows",
     "url": "https://github.com/Azure/AzurePublicDataset/blob/master/AzureLLMInferenceDataset2023.md",
     "licence": "CC-BY 4.0, Microsoft Azure",
 }

@@ -3,9 +3,9 @@
 Of all block hashes only those below a threshold are followed (spatial sampling: SHARDS, Waldspurger et al., FAST 2015),
 and each stands for `1 / rate` blocks. When too many are kept the threshold halves, so memory is bounded.
 
-Misses are what is estimated, and hits are the rest. For hits are as unequal as blocks are popular: whether the one block
-of a system prompt is among the sampled would decide the rate. But an infinite cache misses each block once, so that all
-weigh the same, and the standard error can be stated.
+Misses are what is estimated, and hits are the rest. For hits are as unequal as blocks are popular: whether the one
+block of a system prompt is among the sampled would decide the rate. But an infinite cache misses each block once, so
+that all weigh the same, and the standard error can be stated.
 """
 
 import math
