@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 AZURE = {
-    "source": "Azure public dataset, LLM inference trace 2023, conversation: ContextTokens, GeneratedTokens of all rows",
+    "source": "Azure public dataset, LLM inference trace 2023, conversation: ContextTokens and GeneratedTokens",
     "url": "https://github.com/Azure/AzurePublicDataset/blob/master/AzureLLMInferenceDataset2023.md",
     "licence": "CC-BY 4.0, Microsoft Azure",
 }
