@@ -164,7 +164,7 @@ class StepPlanner:
         """Have those of its full blocks that nobody else holds copied to the second tier."""
         manager = self._manager
         num_full = min(victim.num_computed_tokens, victim.num_tokens) // manager.block_size
-        if self._tier is None or not self._swaps(victim.num_computed_tokens, num_full):
+        if self._tier is None or victim.is_unshareable or not self._swaps(victim.num_computed_tokens, num_full):
             return
         hashes = victim.block_hashes(manager.block_size, num_full)
         num_filled = victim.num_draft_computed_tokens // manager.block_size
@@ -247,7 +247,9 @@ class StepPlanner:
     def _blocks_being_computed(self, request: Request, num_tokens: int) -> list[bytes]:
         size = self._manager.block_size
         start, end = request.num_computed_tokens // size, (request.num_computed_tokens + num_tokens) // size
-        if not self._shares_prefixes or start == end or request.num_computed_tokens >= request.num_prompt_tokens:
+        if not self._shares_prefixes or request.is_unshareable or start == end:
+            return []
+        if request.num_computed_tokens >= request.num_prompt_tokens:
             return []
         return request.block_hashes(size, end)[start:]
 

@@ -163,6 +163,8 @@ class ContinuousBatchingScheduler:
         self.block_manager.pool.forget_hashes()
         if self._tier is not None:
             self._tier.clear()
+        for request in self._queues.running:
+            request.is_unshareable = True
 
     @property
     def has_unfinished_requests(self) -> bool:
@@ -284,7 +286,7 @@ class ContinuousBatchingScheduler:
 
     def _publish(self, request: Request) -> None:
         """Make the blocks that this step has filled findable."""
-        if not self._publishes:
+        if not self._publishes or request.is_unshareable:
             return
         manager = self.block_manager
         # A stop inside an accepted run leaves tokens with KV that the request does not have.
