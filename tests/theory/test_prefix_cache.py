@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from benchmarks.prefix_sharing import make_prompts, run
 from core import Engine, EngineConfig, NewRequest, SamplingParams, SpeculativeConfig, load_engine
 from core.memory.block_manager import BlockManager, blocks_needed
 from core.memory.prefix_ghost import PrefixGhost
@@ -275,3 +276,28 @@ def test_every_block_is_free_or_used_at_every_moment(families: list[tuple[list[i
         scheduler.check_invariants()
 
     assert num_blocks == manager.num_free_blocks
+
+
+# T6.7
+
+
+@pytest.mark.parametrize("max_num_batched_tokens", [48, 512, 2000, None], ids=lambda limit: f"{limit} a step")
+@pytest.mark.parametrize("num_priming", [0, 1], ids=["100 together", "one primes, 99 together"])
+def test_hits_are_those_that_the_prompts_were_made_for(num_priming: int, max_num_batched_tokens: int | None):
+    """T6.7: 100 prompts with 512 tokens in common are computed as those 512 and the suffixes, exactly.
+
+    When all arrive together, those that could hit what a step is computing wait for it.
+    """
+    prompts = make_prompts(100, 512)
+    outcome = run(prompts, shares=True, num_priming=num_priming, max_num_batched_tokens=max_num_batched_tokens)
+
+    assert 512 + sum(len(prompt) - 512 for prompt in prompts) == outcome.num_computed_tokens
+
+
+def test_a_common_prompt_is_held_once_by_all_who_run():
+    """And its 32 blocks, of 16 tokens, are used once."""
+    prompts = make_prompts(100, 512)
+    without, shared = (run(prompts, shares=shares, num_priming=0) for shares in (False, True))
+
+    assert sum(map(len, prompts)) == without.num_computed_tokens
+    assert 99 * 32 == pytest.approx(without.peak_blocks - shared.peak_blocks, abs=len(prompts) / 16)
