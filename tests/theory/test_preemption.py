@@ -16,7 +16,7 @@ from core.block_hash import BlockHashes
 from core.memory.block_manager import BlockManager, blocks_needed
 from core.memory.host_tier import HostTier
 from core.model.kv_cache import KVCache
-from core.request import Request
+from core.request import Request, RequestStatus
 from core.scheduling.scheduler import ContinuousBatchingScheduler
 from core.step import ModelRunnerOutput, SchedulerOutput, count_only
 from tests import builders
@@ -200,19 +200,24 @@ def test_the_mapped_file_holds_the_bytes_that_the_counter_says(tmp_path: Path):
 
 
 class WatchedScheduler(ContinuousBatchingScheduler):
-    """Looks at every plan that preempts: was it needed, and was the oldest spared?"""
+    """Looks at every plan that preempts: was it needed, was the oldest spared, had the victim not just come back?"""
+
+    _returned: frozenset[str] = frozenset()  # who came back with the last plan
 
     def schedule(self) -> SchedulerOutput:
-        running = [r for r in self.unfinished_requests() if self.block_manager.holds(r.request_id)]
-        oldest = min(running, key=lambda r: r.age, default=None)
-        num_free = self.block_manager.num_free_blocks
+        manager = self.block_manager
+        running = sorted((r for r in self.unfinished_requests() if manager.holds(r.request_id)), key=lambda r: r.age)
+        preempted_before = {r.request_id for r in self.unfinished_requests() if r.status is RequestStatus.PREEMPTED}
+        num_free = manager.num_free_blocks
         # Chunks shrink and drafts are dropped first, so what a step asks at least is one token for each.
-        num_asked = sum(r.num_computed_tokens % self.block_manager.block_size == 0 for r in running)
+        asking = [r.request_id for r in running if r.num_computed_tokens % manager.block_size == 0]
         plan = super().schedule()
         if plan.preempted:
-            assert num_asked > num_free, "somebody gave way although free blocks covered what the step asked"
-            assert oldest is not None
-            assert oldest.request_id not in plan.preempted
+            assert len(asking) > num_free, "somebody gave way although free blocks covered what the step asked"
+            assert running[0].request_id not in plan.preempted
+        for victim in self._returned & set(plan.preempted):
+            assert set(asking) - {victim}, f"{victim} came back without room for one token more"
+        self._returned = frozenset(preempted_before & {s.request_id for s in plan.scheduled})
         return plan
 
 
