@@ -169,15 +169,15 @@ class Engine:
         params = self.check(new.prompt_token_ids, new.params)
         if new.script is not None and not self.config.enable_scripts:
             raise InvalidRequest("script is taken only by a server started with --enable-scripts", "script")
-        family = [
-            self._request(new, request_id, new.choice + i, params)
-            for i, request_id in enumerate((new.request_id, *new.sibling_ids))
+        siblings = [
+            self._request(new, request_id, new.choice + i, params) for i, request_id in enumerate(new.sibling_ids, 1)
         ]
-        family[0].siblings = family[1:]
-        self._scheduler.add_request(family[0])
+        self._scheduler.add_request(self._request(new, new.request_id, new.choice, params, siblings))
         self.stats = self._snapshot()
 
-    def _request(self, new: NewRequest, request_id: str, choice: int, params: SamplingParams) -> Request:
+    def _request(
+        self, new: NewRequest, request_id: str, choice: int, params: SamplingParams, siblings: Sequence[Request] = ()
+    ) -> Request:
         script = RequestScript(new.script, self.tokenizer) if new.script is not None else None
         # What a script computes is no KV of its tokens: nobody else may take it for that.
         salt = {**new.cache_salt, "script": ""} if script else dict(new.cache_salt)
@@ -193,6 +193,7 @@ class Engine:
             decoder=IncrementalDetokenizer(script or self.tokenizer),
             script=script,
             cache_salt=encode_salt(salt),
+            siblings=siblings,
             arrival_s=new.arrival_s,
         )
         wanted = params.speculative_tokens

@@ -233,6 +233,9 @@ class Request:
         self.script = script
         self.cache_salt = cache_salt
         self.siblings = list(siblings)
+        self.num_samples = 1 + len(siblings)  # of its prompt
+        for sibling in siblings:
+            sibling.num_samples = self.num_samples
         self.arrival_s = arrival_s
         self.num_prompt_tokens = len(prompt_token_ids)
         self.max_tokens: int = params.max_tokens

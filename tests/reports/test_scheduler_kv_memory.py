@@ -138,11 +138,11 @@ async def test_bc_072_a_user_a_salt_and_a_key_of_the_same_name_are_three_things(
         assert 48 == await cached()
 
 
-async def test_bc_072_an_alias_of_the_model_and_a_salt_of_the_same_name_do_not_meet(serve: Serve):
+async def test_bc_072_an_alias_of_the_model_shares_with_the_model_and_not_with_a_salt_of_its_name(serve: Serve):
     server = await serve(served_model_name=("octavo-tiny", SALT))
 
     async def cached(**fields: str) -> int:
         return usage_of(await server.complete(prompt=STORY[:64], max_tokens=1, **fields))[1]
 
     assert [0, 0] == [await cached(model=SALT), await cached(cache_salt=SALT)]
-    assert [48, 48] == [await cached(model=SALT), await cached(cache_salt=SALT)]
+    assert [48, 48, 48] == [await cached(model=SALT), await cached(cache_salt=SALT), await cached()]
