@@ -55,6 +55,20 @@ def test_looking_up_publishes_nothing():
     assert 0.0 == ghost.infinite_hit_rate
 
 
+def test_a_look_up_counts_as_use():
+    """The bigger cache holds two blocks; "a" was published first and asked for last."""
+    ghost, (a, b, c) = PrefixGhost(SIZE, 1), (hashes_of([number]) for number in range(3))
+    ghost.publish(a)
+    ghost.publish(b)
+    ghost.look_up(a, SIZE)
+    ghost.publish(c)
+    ghost.look_up(a, SIZE)
+    assert 1.0 == ghost.doubled_hit_rate
+    ghost.look_up(b, SIZE)
+
+    assert (2 / 3, 1.0) == (ghost.doubled_hit_rate, ghost.infinite_hit_rate)
+
+
 @given(st.lists(branches, min_size=1, max_size=40), st.integers(3, 8))
 def test_it_is_exact_while_every_hash_is_followed(paths: list[list[int]], num_blocks: int):
     """Against what was ever seen, and against a real pool of twice the size that serves one request at a time."""
