@@ -25,7 +25,9 @@ class Authentication:
         self._open_paths = OPEN_PATHS - {"/metrics"} if protect_metrics else OPEN_PATHS
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or scope["path"] in self._open_paths or self._has_key(scope):
+        if scope["type"] != "http":  # the lifespan's: it has no headers
+            return await self._app(scope, receive, send)
+        if scope["path"] in self._open_paths or self._has_key(scope):
             # Not the key itself: whoever logs the state must not log a secret.
             scope.setdefault("state", {})["api_key"] = _sent_digest(scope).hex()
             return await self._app(scope, receive, send)

@@ -134,6 +134,7 @@ class EngineLoop:
         self._num_handed_over = 0  # in this turn, those already taken included
         self._aborts: list[str] = []
         self._calls: list[tuple[Callable[[Engine], Any], asyncio.Future[Any]]] = []
+        self._unanswered: set[asyncio.Future[Any]] = set()  # of calls, those in a turn included
         self._streams: dict[str, Stream] = {}  # by request id
         self._known = engine.stats  # as of the end of the last turn, so that it agrees with _num_handed_over
         self._wake = asyncio.Event()
@@ -177,10 +178,15 @@ class EngineLoop:
         return stream
 
     async def call(self, function: Callable[[Engine], T]) -> T:
-        """What `function` returns, called with the engine between two steps. It must not raise."""
+        """What `function` returns, called with the engine between two steps. It must not raise.
+
+        Raises what streams hear if the loop ends before.
+        """
         self.refuse_if_closed()
         future: asyncio.Future[T] = asyncio.get_running_loop().create_future()
         self._calls.append((function, future))
+        self._unanswered.add(future)
+        future.add_done_callback(self._unanswered.discard)
         self._wake.set()
         return await future
 
@@ -267,7 +273,7 @@ class EngineLoop:
 
     def _deal_out(self, turn: _Turn) -> None:
         for (_, future), answer in zip(turn.calls, turn.answers, strict=True):
-            if not future.cancelled():
+            if not future.done():  # its caller has gone, or has been told that we close
                 future.set_result(answer)
         for request_id, error in turn.refused.items():
             if (stream := self._streams.get(request_id)) is not None:
@@ -289,6 +295,9 @@ class EngineLoop:
         for stream in list(self._streams.values()):
             stream.fail(error)
             stream.close()
+        for future in self._unanswered:
+            if not future.done():
+                future.set_exception(error)
 
     def _die(self, error: Exception) -> None:
         logger.critical("engine died", exc_info=error)

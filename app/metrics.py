@@ -48,7 +48,7 @@ GAUGES = {
         "doubled_hit_rate",
     ),
     "octavo:prefix_cache_hit_rate_error": (
-        "About one standard error of these two, relative; 0 while every block is followed.",
+        "About one standard error of these two, in their unit; 0 while every block is followed.",
         "hit_rate_error",
     ),
     "octavo:swap_blocks_used": ("Blocks in the second tier.", "swap_slots_used"),

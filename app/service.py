@@ -91,12 +91,8 @@ class Service:
         return Run(self.loop, job)
 
     def cache_salt(self, request: Request, body: GenerationRequest) -> dict[str, str]:
-        """What must be equal for two requests to share KV blocks: key, alias and the caller's own salt, kept apart."""
-        parts = {
-            "api_key": getattr(request.state, "api_key", None),
-            "cache_salt": body.cache_salt,
-            "model": body.model if body.model and body.model != self.model_name else None,
-        }
+        """What must be equal for two requests to share KV blocks: the key and the caller's own salt, kept apart."""
+        parts = {"api_key": getattr(request.state, "api_key", None), "cache_salt": body.cache_salt}
         return {name: value for name, value in parts.items() if value is not None}
 
     def require_chat_template(self) -> "ChatTemplate":

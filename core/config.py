@@ -117,6 +117,9 @@ class EngineConfig:
                 f"preemption_mode is {self.preemption_mode!r}, allowed are {', '.join(PREEMPTION_MODES)}",
                 "preemption_mode",
             )
+        if self.preemption_mode == "recompute" and (self.swap_space_bytes or self.swap_file):
+            name = "swap_space_bytes" if self.swap_space_bytes else "swap_file"
+            raise InvalidRequest(f"{name} needs preemption_mode swap or auto", name)
         for name in (
             "swap_space_bytes",
             "block_size",

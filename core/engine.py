@@ -170,15 +170,15 @@ class Engine:
         params = self.check(new.prompt_token_ids, new.params)
         if new.script is not None and not self.config.enable_scripts:
             raise InvalidRequest("script is taken only by a server started with --enable-scripts", "script")
-        family = [
-            self._request(new, request_id, new.choice + i, params)
-            for i, request_id in enumerate((new.request_id, *new.sibling_ids))
+        siblings = [
+            self._request(new, request_id, new.choice + i, params) for i, request_id in enumerate(new.sibling_ids, 1)
         ]
-        family[0].siblings = family[1:]
-        self._scheduler.add_request(family[0])
+        self._scheduler.add_request(self._request(new, new.request_id, new.choice, params, siblings))
         self.stats = self._snapshot()
 
-    def _request(self, new: NewRequest, request_id: str, choice: int, params: SamplingParams) -> Request:
+    def _request(
+        self, new: NewRequest, request_id: str, choice: int, params: SamplingParams, siblings: Sequence[Request] = ()
+    ) -> Request:
         script = RequestScript(new.script, self.tokenizer) if new.script is not None else None
         # What a script computes is no KV of its tokens: nobody else may take it for that.
         salt = {**new.cache_salt, "script": ""} if script else dict(new.cache_salt)
@@ -194,6 +194,7 @@ class Engine:
             decoder=IncrementalDetokenizer(script or self.tokenizer),
             script=script,
             cache_salt=encode_salt(salt),
+            siblings=siblings,
             arrival_s=new.arrival_s,
         )
         wanted = params.speculative_tokens
@@ -321,6 +322,6 @@ class Engine:
             swap_slots_used=self._tier.num_used_slots if self._tier else 0,
             infinite_hit_rate=self._ghost.infinite_hit_rate if self._ghost else 0.0,
             doubled_hit_rate=self._ghost.doubled_hit_rate if self._ghost else 0.0,
-            hit_rate_error=self._ghost.relative_error if self._ghost else 0.0,
+            hit_rate_error=self._ghost.standard_error if self._ghost else 0.0,
             num_preemptions=self._scheduler.num_preemptions,
         )

@@ -233,6 +233,9 @@ class Request:
         self.script = script
         self.cache_salt = cache_salt
         self.siblings = list(siblings)
+        self.num_samples = 1 + len(siblings)  # of its prompt
+        for sibling in siblings:
+            sibling.num_samples = self.num_samples
         self.arrival_s = arrival_s
         self.num_prompt_tokens = len(prompt_token_ids)
         self.max_tokens: int = params.max_tokens
@@ -244,6 +247,7 @@ class Request:
         self.num_draft_computed_tokens = 0
         self.num_published_blocks = 0  # leading blocks that others can find
         self.num_draft_filled_blocks = 0  # of those, known to have the draft model's KV too
+        self.is_unshareable = False  # it builds on KV from before a reset of the prefix cache
         self.num_cached_tokens = 0
         self.num_host_cached_tokens = 0  # of those, tokens found in the second tier
         self._hashes: BlockHashes | None = None
@@ -291,6 +295,7 @@ class Request:
         """Its blocks are gone: it has tokens, and KV of none."""
         self.num_computed_tokens = self.num_draft_computed_tokens = 0
         self.num_published_blocks = self.num_draft_filled_blocks = 0
+        self.is_unshareable = False
 
     def take_progress(self, other: "Request") -> None:
         """It shares the blocks of `other` from now on, and has come as far."""
@@ -298,6 +303,7 @@ class Request:
         self.num_draft_computed_tokens = other.num_draft_computed_tokens
         self.num_published_blocks = other.num_published_blocks
         self.num_draft_filled_blocks = other.num_draft_filled_blocks
+        self.is_unshareable = other.is_unshareable
         self.num_cached_tokens = other.num_cached_tokens
 
     def finish(self, reason: FinishReason, stop_reason: str | int | None = None) -> None:

@@ -226,7 +226,7 @@ class StatsGatherer:
             "request_generation_tokens": num_output,
             "request_max_num_generation_tokens": num_output,
             "request_params_max_tokens": request.max_tokens,
-            "request_params_n": 1,
+            "request_params_n": request.num_samples,
             "request_prefill_kv_computed_tokens": request.num_prompt_tokens - request.num_cached_tokens,
             "request_num_preemptions": request.num_preemptions,
         }

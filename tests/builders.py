@@ -1,6 +1,6 @@
 """Small real parts for tests: requests, plans, engines. What a test does not name has a plain value."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from core.config import EngineConfig, SpeculativeConfig
@@ -35,6 +35,9 @@ def request(
     decoder: Decoder | None = None,
     num_drafts: int = 0,
     seed: int = 0,
+    choice: int = 0,
+    salt: bytes = b"",
+    siblings: Sequence[Request] = (),
     **params: Any,
 ) -> Request:
     """A request whose noise has `seed` and which wants `num_drafts` drafts a step."""
@@ -45,9 +48,22 @@ def request(
         eos_token_ids=frozenset(eos),
         decoder=decoder,
         seed=seed,
+        choice=choice,
+        cache_salt=salt,
+        siblings=siblings,
     )
     made.num_speculative_tokens = num_drafts
     return made
+
+
+def family(
+    request_id: str, num_samples: int, prompt: Sequence[int] = (1,), max_tokens: int = 4, **fields: Any
+) -> Request:
+    """A request and its siblings, `id`, `id.1`, `id.2` and so on."""
+    ids = [request_id, *(f"{request_id}.{choice}" for choice in range(1, num_samples))]
+    first, *siblings = (request(name, prompt, max_tokens, choice=i, **fields) for i, name in enumerate(ids))
+    first.siblings = siblings
+    return first
 
 
 def text_decoder() -> IncrementalDetokenizer:
@@ -74,6 +90,8 @@ def new_request(
     *,
     script: Sequence[ScriptEntry] | None = None,
     arrival_s: float = 0.0,
+    sibling_ids: Sequence[str] = (),
+    cache_salt: Mapping[str, str] | None = None,
     **params: Any,
 ) -> NewRequest:
     return NewRequest(
@@ -82,6 +100,8 @@ def new_request(
         params=SamplingParams(max_tokens=max_tokens, **params),
         script=tuple(script) if script is not None else None,
         arrival_s=arrival_s,
+        sibling_ids=tuple(sibling_ids),
+        cache_salt=cache_salt or {},
     )
 
 

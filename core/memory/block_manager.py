@@ -152,6 +152,10 @@ class BlockManager:
             num_free -= 1
         return spare + num_free * self.block_size
 
+    def needs_block(self, request_id: Hashable) -> bool:
+        """True if one token more would take a block: a new one, or a copy of a last one that is shared."""
+        return not self._has_partial_block(request_id) or self._writes_shared_block(request_id)
+
     def _writes_shared_block(self, request_id: Hashable) -> bool:
         return self._has_partial_block(request_id) and self.pool.ref_count(self._tables[request_id][-1]) > 1
 

@@ -24,7 +24,7 @@ class BlockPool:
         self._block_of_hash: dict[Hashable, int] = {}
         self._hash_of_block: dict[int, Hashable] = {}
         self._draft_filled: set[int] = set()
-        self._num_shared = 0
+        self._num_shared = self._num_cached = 0
 
     @property
     def num_free_blocks(self) -> int:
@@ -37,7 +37,7 @@ class BlockPool:
     @property
     def num_cached_blocks(self) -> int:
         """Free blocks whose contents a prefix could still hit."""
-        return sum(1 for block in self._hash_of_block if self._ref_counts[block] == 0)
+        return self._num_cached
 
     @property
     def num_shared_blocks(self) -> int:
@@ -50,6 +50,7 @@ class BlockPool:
     def take(self) -> int:
         """The next free block, with one reference; what it held is forgotten. The caller knows that one is free."""
         block, _ = self._free.popitem(last=False)
+        self._num_cached -= block in self._hash_of_block
         self.forget(block)
         self._ref_counts[block] = 1
         return block
@@ -59,6 +60,7 @@ class BlockPool:
         self._ref_counts[block] += 1
         if self._ref_counts[block] == 1:
             del self._free[block]
+            self._num_cached -= block in self._hash_of_block
         elif self._ref_counts[block] == 2:
             self._num_shared += 1
 
@@ -71,7 +73,9 @@ class BlockPool:
             self._num_shared -= 1
         elif self._ref_counts[block] == 0:
             self._free[block] = None
-            if block not in self._hash_of_block:
+            if block in self._hash_of_block:
+                self._num_cached += 1
+            else:
                 # Nothing to keep: reuse it before any block that somebody may still hit.
                 self._free.move_to_end(block, last=False)
 
@@ -102,9 +106,10 @@ class BlockPool:
         """No block can be hit any more; those in use stay in use."""
         self._block_of_hash.clear()
         self._hash_of_block.clear()
+        self._num_cached = 0
 
     def forget(self, block: int) -> None:
-        """Its contents are about to change: no hash finds it any more."""
+        """A used block's contents are about to change: no hash finds it any more."""
         self._draft_filled.discard(block)
         block_hash = self._hash_of_block.pop(block, None)
         if block_hash is not None:
@@ -121,3 +126,5 @@ class BlockPool:
             raise InvariantViolation(f"{self._num_shared} blocks counted as shared, reference counts say otherwise")
         if {b: h for h, b in self._block_of_hash.items()} != self._hash_of_block:
             raise InvariantViolation("hash index and block hashes disagree")
+        if self._num_cached != sum(1 for block in self._hash_of_block if self._ref_counts[block] == 0):
+            raise InvariantViolation(f"{self._num_cached} blocks counted as cached, hashes say otherwise")

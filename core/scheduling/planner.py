@@ -10,6 +10,7 @@ computes it once.
 """
 
 import logging
+from collections.abc import Sequence
 
 from core.errors import InvariantViolation
 from core.memory.block_manager import BlockManager, blocks_needed
@@ -125,23 +126,34 @@ class StepPlanner:
     def _schedule_running(self) -> list[str]:
         """Give each its tokens, oldest first; returns the ids of those that had to give way."""
         preempted: list[str] = []
-        for request in list(self._queues.running):
+        running = list(self._queues.running)
+        for i, request in enumerate(running):
             if self._budget == 0:
                 break
             if request.status is not RequestStatus.RUNNING:
                 continue  # preempted by an older one
-            num_tokens = self._reserve_catch_up(request)
+            num_tokens = self._reserve_catch_up(request, running[i + 1 :])
             while num_tokens == 0:
                 preempted.append(self._preempt_one())
                 if request.status is not RequestStatus.RUNNING:
                     break  # it was the youngest itself
-                num_tokens = self._reserve_catch_up(request)
+                num_tokens = self._reserve_catch_up(request, running[i + 1 :])
             if num_tokens:
                 self._take_in(request, num_tokens)
         return preempted
 
-    def _reserve_catch_up(self, request: Request) -> int:
-        return self.reserve(request, min(request.num_missing_tokens, self._budget))
+    def _reserve_catch_up(self, request: Request, younger: Sequence[Request]) -> int:
+        num_tokens = min(request.num_missing_tokens, self._budget)
+        if num_tokens > 1:
+            num_tokens = min(num_tokens, self._room_beside(request, younger))
+        return self.reserve(request, num_tokens)
+
+    def _room_beside(self, request: Request, younger: Sequence[Request]) -> int:
+        """Tokens it can have so that nobody younger gives way for a chunk that could have been shorter; at least 1."""
+        manager = self._manager
+        still_running = (r.request_id for r in younger if r.status is RequestStatus.RUNNING)
+        num_asked = sum(1 for request_id in still_running if manager.needs_block(request_id))
+        return max(1, manager.max_append(request.request_id) - num_asked * manager.block_size)
 
     def _take_in(self, request: Request, num_tokens: int) -> None:
         self._shares.append(_Share(request, num_tokens))
@@ -167,7 +179,7 @@ class StepPlanner:
         """Have those of its full blocks that nobody else holds copied to the second tier."""
         manager = self._manager
         num_full = min(victim.num_computed_tokens, victim.num_tokens) // manager.block_size
-        if self._tier is None or not self._swaps(victim.num_computed_tokens, num_full):
+        if self._tier is None or victim.is_unshareable or not self._swaps(victim.num_computed_tokens, num_full):
             return
         hashes = victim.block_hashes(manager.block_size, num_full)
         num_filled = victim.num_draft_computed_tokens // manager.block_size
@@ -250,7 +262,9 @@ class StepPlanner:
     def _blocks_being_computed(self, request: Request, num_tokens: int) -> list[bytes]:
         size = self._manager.block_size
         start, end = request.num_computed_tokens // size, (request.num_computed_tokens + num_tokens) // size
-        if not self._shares_prefixes or start == end or request.num_computed_tokens >= request.num_prompt_tokens:
+        if not self._shares_prefixes or request.is_unshareable or start == end:
+            return []
+        if request.num_computed_tokens >= request.num_prompt_tokens:
             return []
         return request.block_hashes(size, end)[start:]
 

@@ -166,6 +166,8 @@ class ContinuousBatchingScheduler:
         self.block_manager.pool.forget_hashes()
         if self._tier is not None:
             self._tier.clear()
+        for request in self._queues.running:
+            request.is_unshareable = True
 
     @property
     def has_unfinished_requests(self) -> bool:
@@ -248,10 +250,13 @@ class ContinuousBatchingScheduler:
         request, yielding = scheduled.request, scheduled.yielding_requests
         born = yielding[1:]
         request.num_computed_tokens = scheduled.end
+        if born:
+            request.siblings = []
         for sibling in born:
             # Before anybody appends: all go on from the same blocks, and whoever writes first copies.
             self.block_manager.fork(request.request_id, sibling.request_id)
             sibling.take_progress(request)
+            self._queues.set_running(sibling)
         for member in yielding:
             self._append(scheduled, member, result.sampled.get(member.request_id))
         if not yielding and request.request_id in result.sampled:
@@ -260,10 +265,6 @@ class ContinuousBatchingScheduler:
         # Rejected drafts give their slots back.
         self.block_manager.truncate(request.request_id, request.num_computed_tokens)
         self._publish(request)
-        if born:
-            request.siblings = []
-            for sibling in born:
-                self._queues.set_running(sibling)
         return [request, *born]
 
     def _append(self, scheduled: ScheduledRequest, request: Request, sampled: SampledTokens | None) -> None:
@@ -288,7 +289,7 @@ class ContinuousBatchingScheduler:
 
     def _publish(self, request: Request) -> None:
         """Make the blocks that this step has filled findable."""
-        if not self._publishes:
+        if not self._publishes or request.is_unshareable:
             return
         manager = self.block_manager
         # A stop inside an accepted run leaves tokens with KV that the request does not have.

@@ -163,6 +163,14 @@ async def test_the_callers_id_comes_back_and_is_never_the_engines():
     assert unsafe.json()["id"] == unsafe.headers["x-request-id"]
 
 
+async def test_best_of_draws_more_than_it_shows_and_counts_all_that_were_drawn():
+    async with in_process() as server:
+        body = (await server.complete(prompt="p", best_of=3, n=2, script=["a", "b"], max_tokens=5)).json()
+
+    assert [(0, "ab"), (1, "ab")] == [(choice["index"], choice["text"]) for choice in body["choices"]]
+    assert (1, 9) == (body["usage"]["prompt_tokens"], body["usage"]["completion_tokens"])
+
+
 async def refused(server: RunningServer, **body: Any) -> tuple[int, str | None]:
     response = await server.complete(**body)
     return response.status_code, response.json()["error"]["param"]
@@ -173,7 +181,10 @@ async def refused(server: RunningServer, **body: Any) -> tuple[int, str | None]:
     [
         ({}, "prompt"),
         ({"suffix": "x"}, "suffix"),
-        ({"best_of": 2}, "best_of"),
+        ({"best_of": 2, "n": 3}, "best_of"),
+        ({"best_of": 2, "stream": True}, "best_of"),
+        ({"best_of": 0}, "best_of"),
+        ({"best_of": 21}, "best_of"),
         ({"echo": True, "logprobs": 1}, "echo"),
         ({"max_tokens": 0}, "max_tokens"),
         ({"max_tokens": 0, "echo": True, "stream": True}, "max_tokens"),

@@ -234,3 +234,34 @@ async def test_drain_cuts_what_is_still_open_in_the_end():
         with pytest.raises(ApiError, match="shutting down"):
             await anext(stream)
         gate.open()
+
+
+async def test_a_call_that_waits_when_the_engine_dies_is_told():
+    gate = Gate()
+
+    def break_down(plan: SchedulerOutput) -> ModelRunnerOutput:
+        gate(plan)
+        raise InvariantViolation("a block is lost")
+
+    async with running(make_engine(break_down)) as loop, gate:
+        loop.submit([new_request("a")])
+        await gate.until_arrived(1)
+        call = asyncio.create_task(loop.call(Engine.describe_kv))
+        await asyncio.sleep(0)
+        gate.open()
+
+        with pytest.raises(EngineDead):
+            await call
+
+
+async def test_a_call_that_waits_when_the_server_stops_is_told():
+    gate = Gate()
+    async with running(make_engine(gate)) as loop, gate:
+        loop.submit([new_request("a")])
+        await gate.until_arrived(1)
+        call = asyncio.create_task(loop.call(Engine.describe_kv))
+        await asyncio.sleep(0)
+        await loop.drain(timeout_s=0)
+
+        with pytest.raises(ApiError, match="shutting down"):
+            await call

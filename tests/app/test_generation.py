@@ -5,9 +5,27 @@ from typing import Any
 import pytest
 
 from app.errors import ApiError
-from app.generation import Ask, build, encode, merge, parse_script, prompt_items, sampling_params, stream_options
+from app.generation import (
+    Ask,
+    build,
+    encode,
+    merge,
+    most_likely,
+    parse_script,
+    prompt_items,
+    sampling_params,
+    stream_options,
+)
 from app.schemas import CompletionRequest
-from core import ContextLengthExceeded, FinishReason, InvalidRequest, OutputToken, RequestOutput, SamplingParams
+from core import (
+    ContextLengthExceeded,
+    FinishReason,
+    InvalidRequest,
+    OutputToken,
+    RequestOutput,
+    SamplingParams,
+    TokenLogprobs,
+)
 from tests.app.servers import make_engine
 
 
@@ -139,8 +157,8 @@ def test_choices_are_numbered_by_prompt_and_sample_and_ids_are_never_the_same():
     engine = make_engine()
     job, again = build(engine, make_ask(["ab", "abc"], n=2)), build(engine, make_ask("ab"))
 
-    assert [(2, 0), (2, 1), (3, 0), (3, 1)] == [(len(r.prompt_token_ids), r.choice) for r in job.requests]
-    assert [f"{job.id}-{i}" for i in range(4)] == [r.request_id for r in job.requests]
+    assert [(2, 0, 1), (3, 0, 1)] == [(len(r.prompt_token_ids), r.choice, len(r.sibling_ids)) for r in job.requests]
+    assert [f"{job.id}-{i}" for i in range(4)] == job.request_ids
     assert ["ab", "abc"] == [job.prompt_of(1).text, job.prompt_of(2).text]
     assert job.prompt_of(0) is job.prompt_of(1)
     assert job.id != again.id
@@ -163,6 +181,31 @@ def test_more_samples_than_run_at_once_are_refused():
     with pytest.raises(InvalidRequest) as refusal:
         build(make_engine(max_num_seqs=2), make_ask("a", n=3))
     assert "n" == refusal.value.param
+
+
+def test_more_samples_to_choose_from_than_run_at_once_are_refused_by_their_own_name():
+    with pytest.raises(InvalidRequest) as refusal:
+        build(make_engine(max_num_seqs=2), make_ask("a", n=1, best_of=3))
+    assert "best_of" == refusal.value.param
+
+
+def test_best_of_makes_more_sequences_than_choices():
+    job = build(make_engine(), make_ask(["a", "b"], n=1, best_of=3))
+
+    assert (2, 6, 3) == (job.num_choices, len(job.request_ids), job.num_samples)
+    assert "b" == job.prompt_of(1).text
+
+
+def test_the_most_likely_samples_are_those_of_the_highest_mean_a_token():
+    """The longest has the lowest sum and yet the best mean."""
+
+    def sample(name: str, *logprobs: float) -> RequestOutput:
+        tokens = tuple(OutputToken(1, "", TokenLogprobs(logprob)) for logprob in logprobs)
+        return RequestOutput(name, name, tokens, 1, 0, len(tokens), FinishReason.STOP)
+
+    samples = [sample("poor", -3.0), sample("long", -1.0, -1.0, -1.5), sample("fair", -2.0)]
+
+    assert ["long", "fair"] == [best.request_id for best in most_likely(samples, 2)]
 
 
 def test_merged_deltas_are_the_whole():

@@ -52,7 +52,7 @@ async def test_the_text_is_of_the_version_that_every_scraper_reads():
 
     assert "text/plain; version=0.0.4; charset=utf-8" == response.headers["content-type"]
     assert 'vllm:num_requests_running{engine="0",model_name="name"} 0.0' in response.text
-    assert re.search(r'vllm:cache_config_info{block_size="4",engine="0",.*num_gpu_blocks="64".*} 1.0', response.text)
+    assert re.search(r'vllm:cache_config_info{block_size="4",.*engine="0",.*num_gpu_blocks="64".*} 1.0', response.text)
     assert "# TYPE vllm:iteration_tokens_total histogram" in response.text
 
 

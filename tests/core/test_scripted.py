@@ -1,5 +1,7 @@
 """Scripts: each piece is one token, a group is one step, the rest is the real engine."""
 
+from dataclasses import replace
+
 import pytest
 
 from core.errors import InvalidRequest
@@ -75,11 +77,30 @@ def test_scripted_requests_are_served_without_the_model_and_others_by_it():
     assert [["b"]] == [[s.request_id for s in it.scheduled] for it in seen]
 
 
-def test_a_plan_of_scripts_alone_runs_no_model():
+def test_a_plan_of_scripts_alone_gives_the_model_nothing_to_compute_but_blocks_to_move():
+    seen: list[SchedulerOutput] = []
+
+    def model(it: SchedulerOutput) -> ModelRunnerOutput:
+        seen.append(it)
+        return ModelRunnerOutput(tier_seconds=2.0)
+
     it = request("a")
     it.script = script("x")
+    moves = replace(plan(it), block_copies=((1, 2),), tier_stores=((3, 0),), tier_loads=((1, 4),))
+    result = ScriptedRunner(model)(moves)
 
-    assert ["a"] == list(ScriptedRunner(lambda plan: pytest.fail("the model was run"))(plan(it)).sampled)
+    assert [replace(moves, scheduled=())] == seen
+    assert (["a"], 2.0) == (list(result.sampled), result.tier_seconds)
+
+
+def test_siblings_say_the_script_too():
+    it = request("a", siblings=[request("b", choice=1)])
+    for member in (it, *it.siblings):
+        member.script = script("x")
+
+    assert {"a": [120], "b": [120]} == {
+        name: list(tokens.token_ids) for name, tokens in ScriptedRunner(count_only)(plan(it)).sampled.items()
+    }
 
 
 def test_a_script_is_said_piece_by_piece_and_ends():

@@ -6,7 +6,8 @@ import pytest
 
 from core.request import FinishReason, OutputToken, Request, RequestOutput
 from core.stats import ACCEPTANCE_WINDOW_STEPS, EngineStats, Histogram, StatsGatherer, token_edges
-from tests.builders import request
+from core.step import SchedulerOutput
+from tests.builders import family, plan, request
 
 
 def output(it: Request, num_new: int) -> RequestOutput:
@@ -34,7 +35,7 @@ def test_token_edges_are_1_2_5_up_to_the_limit(limit: int, edges: tuple[int, ...
 def test_an_observation_on_an_edge_belongs_to_the_bucket_below_it():
     gatherer = StatsGatherer(100, 0)
     for num_tokens in (1, 8, 9, 20_000):
-        gatherer.on_step([], num_tokens, 0.0)
+        gatherer.on_iteration(num_tokens)
     histogram = gatherer.snapshot().histograms["iteration_tokens_total"]
 
     assert ((1, 1, 1), 1, 4, 20_018.0) == (histogram.counts[:3], histogram.counts[-1], histogram.count, histogram.sum)
@@ -44,9 +45,9 @@ def test_a_requests_moments_become_its_latencies():
     """Arrives at 10, scheduled at 11, first token at 13, then two at 14 and one at 16, where it ends."""
     gatherer, it = StatsGatherer(100, 0), request(prompt=[0] * 7, max_tokens=50)
     it.arrival_s = 10.0
-    gatherer.on_step(["a"], 7, 11.0)
+    gatherer.on_step(plan(it), 11.0)
     gatherer.on_output(it, output(it, 1), 13.0)
-    gatherer.on_step(["a"], 1, 13.0)
+    gatherer.on_step(plan(it), 13.0)
     gatherer.on_output(it, output(it, 2), 14.0)
     it.finish(FinishReason.LENGTH)
     gatherer.on_output(it, output(it, 1), 16.0)
@@ -68,22 +69,67 @@ def test_a_requests_moments_become_its_latencies():
         "request_params_n": (1, 1.0),
         "request_prefill_kv_computed_tokens": (1, 7.0),
         "request_num_preemptions": (1, 0.0),
-        "iteration_tokens_total": (2, 8.0),
     } == sums
 
 
 def test_prompt_tokens_count_once_and_with_their_source():
     gatherer, it = StatsGatherer(100, 0), request(prompt=[0] * 7, max_tokens=50)
     it.num_cached_tokens = 4
-    gatherer.on_step(["a"], 7, 0.0)
+    gatherer.on_step(plan(it), 0.0)
     assert 0 == gatherer.snapshot().num_prompt_tokens
     gatherer.on_output(it, output(it, 1), 0.0)
-    gatherer.on_step(["a"], 8, 0.0)  # recomputed after a preemption
+    gatherer.on_step(plan(it), 0.0)  # recomputed after a preemption
     gatherer.on_output(it, output(it, 2), 0.0)
     stats = gatherer.snapshot()
 
     assert (7, 3) == (stats.num_prompt_tokens, stats.num_generation_tokens)
     assert {"local_compute": 3, "local_cache_hit": 4, "external_kv_transfer": 0} == stats.prompt_tokens_by_source
+    assert (7, 4) == (stats.prefix_cache_queries, stats.prefix_cache_hits)
+
+
+def test_hits_in_the_second_tier_have_a_source_of_their_own():
+    gatherer, it = StatsGatherer(100, 0), request(prompt=[0] * 9)
+    it.num_cached_tokens, it.num_host_cached_tokens = 8, 6
+    gatherer.on_step(plan(it), 0.0)
+    gatherer.on_output(it, output(it, 1), 0.0)
+    cached = gatherer.snapshot().cached_tokens_by_source
+
+    assert {"device": 2, "host": 6, "p2p": 0, "disk": 0, "external_unspecified": 0} == cached
+
+
+def test_without_a_prefix_cache_nothing_is_looked_up():
+    gatherer, it = StatsGatherer(100, 0, has_prefix_cache=False), request(prompt=[0] * 7)
+    gatherer.on_step(plan(it), 0.0)
+
+    assert 0 == gatherer.snapshot().prefix_cache_queries
+
+
+def test_a_prompt_of_several_samples_counts_once_and_each_sample_has_its_own_latencies():
+    """Scheduled at 1, both samples have their first token at 3, the second ends with it."""
+    gatherer, it = StatsGatherer(100, 0), family("a", 2, [0] * 7)
+    sibling = it.siblings[0]
+    gatherer.on_step(plan(it), 1.0)
+    gatherer.on_output(it, output(it, 1), 3.0)
+    sibling.finish(FinishReason.LENGTH)
+    gatherer.on_output(sibling, output(sibling, 1), 3.0)
+    stats = gatherer.snapshot()
+
+    assert (7, 7, 2) == (stats.num_prompt_tokens, stats.prefix_cache_queries, stats.num_generation_tokens)
+    assert 2 == stats.histograms["time_to_first_token_seconds"].count
+    assert (1, 2.0) == (
+        stats.histograms["request_prefill_time_seconds"].count,
+        stats.histograms["request_prefill_time_seconds"].sum,
+    )
+
+
+def test_moved_blocks_are_counted_as_the_plan_says():
+    gatherer = StatsGatherer(100, 0)
+    moves = SchedulerOutput(1, (), tier_stores=((1, 0), (2, 1)), tier_loads=((0, 3),))
+    gatherer.on_step(moves, 0.0)
+    gatherer.on_step(moves, 0.0)
+    stats = gatherer.snapshot()
+
+    assert (4, 2) == (stats.num_swapped_out_blocks, stats.num_swapped_in_blocks)
 
 
 def test_a_failed_or_aborted_request_counts_as_such_and_leaves_no_latencies():
@@ -103,7 +149,7 @@ def test_an_id_that_is_used_again_starts_over():
     for arrival_s in (0.0, 10.0):
         it = request(max_tokens=1)
         it.arrival_s = arrival_s
-        gatherer.on_step(["a"], 1, arrival_s)
+        gatherer.on_step(plan(it), arrival_s)
         it.finish(FinishReason.LENGTH)
         gatherer.on_output(it, output(it, 1), arrival_s + 1)
     ttft = gatherer.snapshot().histograms["time_to_first_token_seconds"]
@@ -113,7 +159,7 @@ def test_an_id_that_is_used_again_starts_over():
 
 def test_a_single_token_has_no_time_per_output_token():
     gatherer, it = StatsGatherer(100, 0), request(max_tokens=1)
-    gatherer.on_step(["a"], 1, 0.0)
+    gatherer.on_step(plan(it), 0.0)
     it.finish(FinishReason.LENGTH)
     gatherer.on_output(it, output(it, 1), 1.0)
 
@@ -159,7 +205,7 @@ def test_a_snapshot_does_not_change_behind_its_readers_back():
     gatherer = StatsGatherer(100, 2)
     before = gatherer.snapshot(num_running=3)
     gatherer.on_drafts([2], [1])
-    gatherer.on_step(["a"], 5, 0.0)
+    gatherer.on_iteration(5)
 
     assert (0, 0, (0, 0)) == (
         before.num_draft_tokens,

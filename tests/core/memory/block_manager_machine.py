@@ -6,6 +6,7 @@ is free and when memory is short are worked out from the model's own tables.
 """
 
 from collections import Counter
+from copy import deepcopy
 from itertools import count
 from typing import ClassVar
 
@@ -138,6 +139,7 @@ class BlockManagerMachine(RuleBasedStateMachine):
         must_copy = bool(num_tokens and len(tokens) % self.block_size and self.references()[table[-1]] > 1)
         num_new = self.ceiling(len(tokens) + num_tokens) - self.ceiling(len(tokens)) + must_copy
         assert (num_tokens <= self.manager.max_append(name)) == (num_new <= self.num_free())
+        assert num_tokens != 1 or self.manager.needs_block(name) == (num_new > 0)
         taken = self.manager.append(name, num_tokens)
         assert (num_new > before[2]) == (taken is None)
         if taken is None:
@@ -187,11 +189,39 @@ class BlockManagerMachine(RuleBasedStateMachine):
         self.prefixes += [block_hash for block_hash in hashes if block_hash not in self.prefixes]
 
     @precondition(has_requests)
+    @rule(number=picks, num_cut=st.integers(1, 3))
+    def write_over(self, number: int, num_cut: int) -> None:
+        """Cut back into what it has published, a request writes on: other contents in the same block."""
+        self.publish(number)
+        self.truncate(number, num_cut)
+        self.append(number, 1)
+        self.settle()
+
+    @precondition(has_requests)
     @rule(number=picks)
     def free(self, number: int) -> None:
+        """Of what can still be hit, the tail is to be reused first: it is of use only with all that stands before."""
         name = self.pick(number)
+        pool, table = self.manager.pool, self.manager.block_table(name)
+        cached = [b for b in table if pool.ref_count(b) == 1 and pool.hash_of(b) is not None]
         self.manager.free(name)
+        assert cached[::-1] == [block for block in self.order_of_reuse() if block in cached]
         del self.tokens[name], self.num_written[name]
+
+    def order_of_reuse(self) -> list[int]:
+        pool = deepcopy(self.manager.pool)
+        return [pool.take() for _ in range(pool.num_free_blocks)]
+
+    @precondition(lambda self: self.prefixes)
+    @rule()
+    def forget_all_hashes(self) -> None:
+        """Nothing can be hit any more, and nobody loses a block."""
+        before = self.references()
+        self.manager.pool.forget_hashes()
+        assert before == self.references()
+        assert 0 == self.manager.pool.num_cached_blocks
+        assert all(self.manager.pool.find(prefix) is None for prefix in self.prefixes)
+        self.prefixes = []
 
     @precondition(has_requests)
     @rule()
@@ -219,6 +249,13 @@ class BlockManagerMachine(RuleBasedStateMachine):
         for name, tokens in self.tokens.items():
             num_written = self.num_written[name]
             assert tokens[:num_written] == [self.slots[self.slot(name, i)] for i in range(num_written)], name
+
+    @invariant()
+    def what_a_hash_finds_holds_what_it_says(self) -> None:
+        size = self.block_size
+        for prefix in self.prefixes:
+            if (block := self.manager.pool.find(prefix)) is not None:
+                assert list(prefix[-size:]) == self.slots[block * size : (block + 1) * size]
 
     @invariant()
     def waste_stays_behind_the_last_token(self) -> None:

@@ -17,6 +17,9 @@ CountsCachedBlocksTwice     a hit on a free block is not counted against what is
 PublishesPartialBlocks      a block is findable before it is full
 KeepsStaleHashes            a block that is written again is found by its old contents
 HitsBehindAGap              a later block is shared although an earlier one was not found
+ForksAReferenceTooFew       only the child's last block is not counted
+FreesHeadsFirst             the beginning of a prefix is reused before what stands behind it
+CopiesForTheLastReader      whoever is left alone with a block copies it all the same
 """
 
 from collections.abc import Hashable, Sequence
@@ -162,6 +165,24 @@ class HitsBehindAGap(BlockManager):
         return [block for h in block_hashes if (block := self.pool.find(h)) is not None]
 
 
+class ForksAReferenceTooFew(BlockManager):
+    def fork(self, parent_id: Hashable, child_id: Hashable) -> None:
+        super().fork(parent_id, child_id)
+        if self._tables[child_id]:
+            self.pool.release(self._tables[child_id][-1])
+
+
+class FreesHeadsFirst(BlockManager):
+    def free(self, request_id: Hashable) -> None:
+        self._table(request_id).reverse()
+        super().free(request_id)
+
+
+class CopiesForTheLastReader(BlockManager):
+    def _writes_shared_block(self, request_id: Hashable) -> bool:
+        return self._has_partial_block(request_id)
+
+
 MUTANTS: list[type[BlockManager]] = [
     AppendsTooLate,
     AppendsTooEarly,
@@ -180,4 +201,7 @@ MUTANTS: list[type[BlockManager]] = [
     PublishesPartialBlocks,
     KeepsStaleHashes,
     HitsBehindAGap,
+    ForksAReferenceTooFew,
+    FreesHeadsFirst,
+    CopiesForTheLastReader,
 ]
