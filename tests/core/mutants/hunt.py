@@ -6,9 +6,9 @@ from hypothesis.stateful import RuleBasedStateMachine, run_state_machine_as_test
 from core.errors import OctavoError
 
 # The same examples every time, and no shrinking: it is enough that one of them fails. Most mutants fall within a few
-# dozen examples; the rarest takes 300 on average, so this many are enough whatever examples come.
+# dozen examples; the rarest takes 900 on average, so this many are enough whatever examples come.
 HUNT = settings(
-    max_examples=3000,
+    max_examples=6000,
     stateful_step_count=40,
     derandomize=True,
     database=None,
