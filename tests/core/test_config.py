@@ -57,6 +57,32 @@ def test_speculation_knows_its_limits(fields: dict[str, Any], message: str, para
     assert (message, param) == (str(refused.value), refused.value.param)
 
 
+@pytest.mark.parametrize(
+    ("fields", "message", "param"),
+    [
+        (
+            {"preemption_mode": "pause"},
+            "preemption_mode is 'pause', allowed are recompute, swap, auto",
+            "preemption_mode",
+        ),
+        ({"swap_space_bytes": 9}, "swap_space_bytes needs preemption_mode swap or auto", "swap_space_bytes"),
+        ({"swap_file": Path("f")}, "swap_file needs preemption_mode swap or auto", "swap_file"),
+        ({"preemption_mode": "swap", "swap_space_bytes": 0}, "swap_space_bytes is 0, at least 1", "swap_space_bytes"),
+    ],
+)
+def test_a_second_tier_needs_a_mode_that_uses_it(fields: dict[str, Any], message: str, param: str):
+    with pytest.raises(InvalidRequest, match=message) as refused:
+        EngineConfig(**fields)
+    assert param == refused.value.param
+
+
+def test_fractions_of_drafts_are_refused():
+    """It comes from JSON, where 2.5 and true are numbers too."""
+    for value in (2.5, True):
+        with pytest.raises(InvalidRequest, match=f"num_speculative_tokens is {value}, a whole number is needed"):
+            SpeculativeConfig(num_speculative_tokens=value)  # type: ignore[arg-type]
+
+
 def test_speculation_at_its_limits_is_taken():
     narrow = SpeculativeConfig(
         method="ngram",

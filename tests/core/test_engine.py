@@ -417,3 +417,15 @@ def test_text_is_what_the_tokens_say_and_stops_are_the_engines():
     outputs = run(it)["a"]
 
     assert ("say →", "STOP") == (text_of(outputs), outputs[-1].stop_reason)
+
+
+def test_samples_of_one_prompt_share_its_cost_and_say_how_many_they_are():
+    it = engine()
+    it.add(new_request("a", prompt=[1] * 9, max_tokens=2, sibling_ids=["b", "c"]))
+    outputs = run(it)
+    stats = it.stats
+    samples = stats.histograms["request_params_n"]
+
+    assert {"a": 2, "b": 2, "c": 2} == {name: len(token_ids_of(said)) for name, said in outputs.items()}
+    assert (9, 9, 6) == (stats.num_prompt_tokens, stats.prefix_cache_queries, stats.num_generation_tokens)
+    assert (3, 9.0) == (samples.count, samples.sum)
