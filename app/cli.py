@@ -4,6 +4,7 @@ The flags of `serve` and `info` are made from the fields of `Settings`, so that 
 Whatever a command does not need is imported inside it: `serve` should listen within two seconds.
 """
 
+import importlib.metadata
 import inspect
 import logging
 import sys
@@ -19,7 +20,6 @@ from core import EMBEDDED_MODEL, InvalidRequest, ModelLoadError, kv_memory
 
 logger = logging.getLogger(__name__)
 cli = typer.Typer(
-    help="An LLM serving engine you can read in an afternoon, behind OpenAI's API.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -79,6 +79,19 @@ def _settings(flags: Mapping[str, Any]) -> Settings:
 def _fail(message: str, code: int) -> NoReturn:
     typer.echo(f"octavo: {message}", err=True)
     raise typer.Exit(code)
+
+
+def _print_version(is_wanted: bool) -> None:
+    if is_wanted:
+        typer.echo(f"octavo {importlib.metadata.version('octavo')}")
+        raise typer.Exit
+
+
+@cli.callback()
+def octavo(
+    version: Annotated[bool, typer.Option("--version", callback=_print_version, is_eager=True)] = False,
+) -> None:
+    """An LLM serving engine you can read in an afternoon, behind OpenAI's API."""
 
 
 @cli.command()

@@ -83,7 +83,7 @@ def resolve_model(
         return file
     if (path := Path(name).expanduser()).exists():
         return path
-    if _HUB_NAME.fullmatch(name):
+    if _HUB_NAME.fullmatch(name) and not name.startswith(".") and not name.endswith(".gguf"):
         return _fetch_from_hub(name, endpoint, hub_cache_dir)
     known = ", ".join([EMBEDDED_MODEL, *PACKAGED_MODELS])
     raise ModelLoadError(f"there is no model {name}: no such path, and known by name are {known}")

@@ -42,7 +42,18 @@ def max_concurrency(engine: Engine) -> float:
 
 
 def log_start(engine: Engine) -> None:
-    """vLLM's line on the KV cache's size."""
+    """What was asked for and how it turned out, and vLLM's line on the KV cache's size."""
+    speculative, config = engine.config.speculative, engine.config
+    logger.info(
+        "model %s, at most %d requests and %d tokens a step, speculation %s, prefix caching %s, preemption by %s%s",
+        config.model,
+        config.max_num_seqs,
+        config.max_num_batched_tokens,
+        f"by {speculative.method} with {speculative.num_speculative_tokens} drafts" if speculative else "off",
+        "on" if config.enable_prefix_caching else "off",
+        config.preemption_mode,
+        f" with {config.num_tier_slots:,} blocks in the second tier" if config.num_tier_slots else "",
+    )
     logger.info(
         "KV cache size: %s tokens, maximum concurrency for %s tokens per request: %.2fx",
         f"{engine.num_kv_blocks * engine.config.block_size:,}",

@@ -86,11 +86,15 @@ class Settings(BaseSettings):
     max_logprobs: HumanInt = Field(default=20, ge=0, description="Most alternatives a request may ask for.")
     seed: int = Field(default=0, description="Where the randomness of requests without a seed comes from.")
     speculative_config: str | None = Field(
-        default=None, description='JSON, {"num_speculative_tokens": 3} for example, or null for none.'
+        default=None,
+        description='JSON, {"method": "ngram", "num_speculative_tokens": 3} for example, or null for none; default: '
+        "the embedded model drafts with its draft model for up to 8 requests at once, others do not.",
     )
     enable_scripts: bool = Field(default=False, description="Take requests that carry a script. For tests.")
     chat_template: str | None = Field(default=None, description="File of a chat template, or the template itself.")
-    num_threads: int | None = Field(default=None, ge=1, description="Threads of the numerics; default: usable cores.")
+    num_threads: int | None = Field(
+        default=None, ge=1, description="Threads of the numerics; default: usable cores less one."
+    )
     max_body_bytes: HumanInt = Field(default=16 * 2**20, ge=1, description="Longest request body; beyond it 413.")
     shutdown_timeout: float = Field(default=30.0, ge=0, description="Seconds for open streams to end after SIGTERM.")
     log_level: LogLevel = Field(default="info", description="Of the server's own log.")

@@ -150,10 +150,10 @@ class Engine:
         room = self.max_model_len - num_prompt_tokens
         if room < 1:
             needed = blocks_needed(num_prompt_tokens, self.config.block_size)
+            blocks = f" (it needs {needed} KV blocks of {self.config.block_size} tokens, {self.num_kv_blocks} exist)"
             raise ContextLengthExceeded(
                 f"This model's maximum context length is {self.max_model_len} tokens: prompt is too long,"
-                f" {num_prompt_tokens} tokens and at least 1 to come"
-                f" (it needs {needed} KV blocks of {self.config.block_size} tokens, {self.num_kv_blocks} exist)",
+                f" {num_prompt_tokens} tokens and at least 1 to come{blocks if needed > self.num_kv_blocks else ''}",
                 "prompt",
             )
         return room

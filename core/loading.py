@@ -81,7 +81,16 @@ def _kv_memory(config: EngineConfig, model: ModelConfig, draft: ModelConfig | No
             f" {config.block_size * bytes_per_token}",
             "kv_cache_memory_bytes",
         )
-    return KVMemory(bytes_per_token, config.block_size, num_blocks, min(max_model_len, num_blocks * config.block_size))
+    memory = KVMemory(
+        bytes_per_token, config.block_size, num_blocks, min(max_model_len, num_blocks * config.block_size)
+    )
+    if memory.num_bytes > memory_limit_bytes():
+        name = "num_kv_blocks" if config.num_kv_blocks else "kv_cache_memory_bytes"
+        raise InvalidRequest(
+            f"{name} asks for {memory.num_bytes:,} bytes of KV cache, this machine's limit is {memory_limit_bytes():,}",
+            name,
+        )
+    return memory
 
 
 def _default_num_blocks(config: EngineConfig, bytes_per_token: int, max_model_len: int) -> int:
@@ -103,7 +112,9 @@ def _draft_path(config: EngineConfig) -> Path | None:
     if config.speculative.model is not None:
         return _model_path(config.speculative.model)
     if config.model != EMBEDDED_MODEL:
-        raise InvalidRequest(f"speculative method draft_model needs a draft 'model' for {config.model}", "model")
+        raise InvalidRequest(
+            f"speculative method draft_model needs a draft 'model' beside {config.model}; 'ngram' needs none", "model"
+        )
     return tiny.DRAFT_DIR
 
 
@@ -187,4 +198,4 @@ def _limit_threads(num_threads: int) -> None:
     from threadpoolctl import threadpool_limits
 
     threadpool_limits(limits=num_threads, user_api="blas")
-    logger.info("numerics use %d threads", num_threads)
+    logger.info("numerics use %d thread%s", num_threads, "" if num_threads == 1 else "s")

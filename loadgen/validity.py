@@ -14,6 +14,7 @@ MAX_SCHEDULE_DELAY_P50_S = 0.010
 MAX_SCHEDULE_DELAY_SHARE = 0.05
 MAX_LOOP_LAG_P99_S = 0.010
 MAX_LITTLE_RESIDUAL = 0.05
+MIN_LITTLE_COMPLETIONS = 100  # with fewer, chance alone passes the limit
 MAX_CACHED_SHARE = 0.01
 
 
@@ -82,6 +83,8 @@ def _check_window(summary: Summary) -> Check:
 def _check_little(summary: Summary) -> Check:
     if summary.little_residual is None:
         return Check("Little's law residual", "no steady window", None)
+    if summary.window_totals is None or summary.window_totals.num_completed < MIN_LITTLE_COMPLETIONS:
+        return Check("Little's law residual", f"needs {MIN_LITTLE_COMPLETIONS} completions in the window", None)
     residual = summary.little_residual
     return Check("Little's law residual", f"{residual:+.1%}", abs(residual) <= MAX_LITTLE_RESIDUAL)
 

@@ -1,6 +1,7 @@
 """The command line: flags for every setting, one line for a mistake, and what each command prints."""
 
 import asyncio
+import importlib.metadata
 import os
 import signal
 import subprocess
@@ -30,6 +31,10 @@ def test_every_setting_is_a_flag_and_names_its_variable(command: str):
 
     missing = [n for n in Settings.model_fields if flag_of(n) not in text or f"[OCTAVO_{n.upper()}]" not in text]
     assert [] == missing
+
+
+def test_the_version_is_told():
+    assert f"octavo {importlib.metadata.version('octavo')}\n" == run("--version").stdout
 
 
 def test_all_commands_are_listed():

@@ -122,7 +122,7 @@ class TestNamesAndPaths:
             path.touch()
             assert path == resolve_model(str(path), cache_dir=tmp_path)
 
-    @pytest.mark.parametrize("name", ["llama", "./no/such/dir", "/no/such.gguf", "a/b/c"])
+    @pytest.mark.parametrize("name", ["llama", "./no/such/dir", "./no.gguf", "no/such.gguf", "/no/such.gguf", "a/b/c"])
     def test_other_names_are_refused_with_the_known_ones(self, name: str, tmp_path: Path) -> None:
         with pytest.raises(ModelLoadError, match=f"no model {name}: .*octavo-tiny, smollm2"):
             resolve_model(name, cache_dir=tmp_path)

@@ -43,6 +43,9 @@ async def test_version_and_documentation_are_there():
     assert version["version"] == schema["info"]["version"]
     assert "prompt" in schema["components"]["schemas"]["CompletionRequest"]["properties"]
     assert 200 == docs.status_code
+    answers = [set(o["responses"]) for path in schema["paths"].values() for o in path.values()]
+    assert not any("422" in codes for codes in answers)
+    assert "400" in schema["paths"]["/v1/completions"]["post"]["responses"]
 
 
 async def test_load_counts_open_requests():

@@ -102,10 +102,14 @@ def test_a_prompt_must_leave_room_for_a_token(max_tokens: int | None):
         it.check([1] * 64, SamplingParams(max_tokens=max_tokens))
 
     assert (
-        "This model's maximum context length is 64 tokens: prompt is too long, 64 tokens and at least 1 to come"
-        " (it needs 16 KV blocks of 4 tokens, 100 exist)",
+        "This model's maximum context length is 64 tokens: prompt is too long, 64 tokens and at least 1 to come",
         "prompt",
     ) == (str(refused.value), refused.value.param)
+
+
+def test_a_prompt_beyond_the_pool_is_told_how_many_blocks_it_needs():
+    with pytest.raises(ContextLengthExceeded, match=r"needs 5 KV blocks of 4 tokens, 3 exist"):
+        engine(num_kv_blocks=3).check([1] * 17, SamplingParams(max_tokens=1))
 
 
 @pytest.mark.parametrize(

@@ -144,13 +144,22 @@ def test_numerics_use_as_many_threads_as_told(models: Path):
 # What is refused
 
 
+@pytest.mark.parametrize("name", ["num_kv_blocks", "kv_cache_memory_bytes"])
+def test_a_cache_beyond_the_machines_memory_is_refused_before_it_is_made(models: Path, name: str):
+    with pytest.raises(
+        InvalidRequest, match=f"{name} asks for .* bytes of KV cache, this machine's limit is"
+    ) as refused:
+        load_engine(config(models, **{name: 10**18}))
+    assert name == refused.value.param
+
+
 def test_a_draft_of_another_vocabulary_is_refused(models: Path):
     with pytest.raises(ModelLoadError, match=f"draft model has vocabulary 300, the target's is {VOCAB_SIZE}"):
         load_engine(config(models, draft="stranger", num_kv_blocks=4))
 
 
 def test_speculation_on_a_model_of_ones_own_needs_a_draft(models: Path):
-    with pytest.raises(InvalidRequest, match="speculative method draft_model needs a draft 'model' for") as refused:
+    with pytest.raises(InvalidRequest, match="speculative method draft_model needs a draft 'model' beside") as refused:
         load_engine(config(models, speculative=SpeculativeConfig()))
     assert "model" == refused.value.param
 

@@ -9,11 +9,11 @@ from loadgen.summary import summarize
 from loadgen.validity import check_validity
 from tests.loadgen.builders import record
 
-SCHEDULE = schedule_requests("constant", 10.0, 100, seed=0)
+SCHEDULE = schedule_requests("constant", 10.0, 200, seed=0)
 
 
 def requests(*, delay_s=0.0, **fields):
-    """100 requests, ten a second, each 2 s under way, leaving so much late."""
+    """200 requests, ten a second, each 2 s under way, leaving so much late."""
     fields = {"num_planned_prompt_tokens": 8, "num_prompt_tokens": 8, "num_billed_output_tokens": 2, **fields}
     times = [float(offset_s) for offset_s in SCHEDULE.offsets_s]
     return [
@@ -48,6 +48,10 @@ def test_a_sound_run_passes_every_check_that_can_be_made():
 )
 def test_each_fault_fails_its_check(fields, failing):
     assert failing == {name for name, is_ok in verdicts(requests(**fields)).items() if is_ok is False}
+
+
+def test_few_completions_say_nothing_about_littles_law():
+    assert verdicts(requests()[:60])["Little's law residual"] is None
 
 
 def test_a_busy_client_fails():
