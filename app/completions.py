@@ -68,6 +68,7 @@ def _ask(service: Service, body: CompletionRequest, request: Request, arrival_s:
         ),
         n=body.n or 1,
         best_of=best_of,
+        is_max_tokens_default=body.max_tokens is None,
         cache_salt=service.cache_salt(request, body),
         script=parse_script(body.script, is_enabled=service.settings.enable_scripts),
         add_special_tokens=body.add_special_tokens is not False,

@@ -10,7 +10,7 @@ import re
 import time
 import uuid
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Self
 
 from app.engine_loop import EngineLoop, Stream, family_ids
@@ -93,7 +93,7 @@ class Ask:
     """What is asked of the engine, before there are tokens.
 
     `kind` starts the id, as clients know it: cmpl or chatcmpl. `prompt` is as the body has it, looked at only outside
-    the event loop: it may be long.
+    the event loop: it may be long. A `max_tokens` that is a default is cut to the room that the context leaves.
     """
 
     kind: str
@@ -102,6 +102,7 @@ class Ask:
     params: SamplingParams
     n: int
     best_of: int | None = None
+    is_max_tokens_default: bool = False
     cache_salt: Mapping[str, str] = field(default_factory=dict)
     script: tuple[ScriptEntry, ...] | None
     add_special_tokens: bool
@@ -217,7 +218,7 @@ def build(engine: Engine, ask: Ask) -> Job:
     for number, item in enumerate(items):
         try:
             prompt = encode(engine, item, add_special_tokens=ask.add_special_tokens)
-            params = engine.check(prompt.token_ids, ask.params)
+            params = _checked(engine, ask, prompt)
         except InvalidRequest as error:
             raise _explained(error, engine, f"prompt {number}: " if len(items) > 1 else "") from error
         prompts.append(prompt)
@@ -233,6 +234,14 @@ def build(engine: Engine, ask: Ask) -> Job:
         prompts=tuple(prompts),
         requests=tuple(requests),
     )
+
+
+def _checked(engine: Engine, ask: Ask, prompt: Prompt) -> SamplingParams:
+    if not ask.is_max_tokens_default or ask.params.max_tokens is None:
+        return engine.check(prompt.token_ids, ask.params)
+    params = engine.check(prompt.token_ids, replace(ask.params, max_tokens=None))
+    assert params.max_tokens is not None
+    return replace(params, max_tokens=min(ask.params.max_tokens, params.max_tokens))
 
 
 def _family(ids: Sequence[str], prompt: Prompt, params: SamplingParams, ask: Ask) -> NewRequest:

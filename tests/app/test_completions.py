@@ -58,6 +58,19 @@ async def test_tokens_default_to_sixteen():
     assert (16, "length") == (body["usage"]["completion_tokens"], body["choices"][0]["finish_reason"])
 
 
+@pytest.mark.parametrize("min_tokens", [0, 16])
+async def test_the_default_is_cut_to_the_room_but_what_was_asked_for_is_not(min_tokens: int):
+    async with in_process(max_model_len=20) as server:
+        asked = {"prompt": ["x" * 15, "x"], "min_tokens": min_tokens}
+        body = (await server.complete(**asked)).json()
+        refusal = await refused(server, **asked, max_tokens=16)
+        long = await refused(server, prompt="p", min_tokens=17)
+
+    assert [5, 16] == [len(choice["text"].encode()) for choice in body["choices"]]
+    assert (400, "max_tokens") == refusal
+    assert (400, "min_tokens") == long
+
+
 async def test_the_last_chunk_of_a_stream_cut_by_length_carries_text():
     async with in_process() as server:
         events = chunks(await server.complete(prompt="p", script=["a", "b", "c"], max_tokens=2, stream=True))
