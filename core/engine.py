@@ -211,6 +211,8 @@ class Engine:
         request = self._scheduler.find(request_id)
         if request is None:
             return
+        if request.siblings:
+            self._gatherer.on_hand_down(request, request.siblings[0])
         self._scheduler.abort(request_id)
         self._gatherer.on_finish(request, self._clock())
         self.stats = self._snapshot()
@@ -248,6 +250,8 @@ class Engine:
         started_s = self._clock()
         result = self._runner(plan)
         self._measure(plan, result, self._clock() - started_s)
+        if not plan.scheduled:  # blocks moved again after a step that raised; nothing was computed
+            return result
         self._gatherer.on_step(plan, started_s)
         self._executed.append(_Executed(plan, result, [s.yielding_requests for s in plan.scheduled]))
         return result

@@ -6,6 +6,7 @@
     ├── UnknownRequest            no such request id (also a KeyError)
     ├── DuplicateRequest          that id is in use
     ├── EngineDead                the engine has ended and takes nothing more
+    ├── NumericalFault            numbers that are no numbers, or a law without any token: one request fails
     ├── ModelLoadError            a model's files are missing, damaged or of a kind we do not run
     └── InvariantViolation        our own mistake; never caught below the engine
 
@@ -47,6 +48,10 @@ class DuplicateRequest(OctavoError, ValueError):
 
 class EngineDead(OctavoError, RuntimeError):
     """The engine has stopped after a fault; the process should end."""
+
+
+class NumericalFault(OctavoError, ArithmeticError):
+    """NaN or infinity where a number must be, or no token that may come next. The request at fault ends in error."""
 
 
 class ModelLoadError(OctavoError):

@@ -84,7 +84,7 @@ def _kv_memory(config: EngineConfig, model: ModelConfig, draft: ModelConfig | No
     memory = KVMemory(
         bytes_per_token, config.block_size, num_blocks, min(max_model_len, num_blocks * config.block_size)
     )
-    if memory.num_bytes > memory_limit_bytes():
+    if (config.num_kv_blocks or config.kv_cache_memory_bytes) and memory.num_bytes > memory_limit_bytes():
         name = "num_kv_blocks" if config.num_kv_blocks else "kv_cache_memory_bytes"
         raise InvalidRequest(
             f"{name} asks for {memory.num_bytes:,} bytes of KV cache, this machine's limit is {memory_limit_bytes():,}",

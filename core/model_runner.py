@@ -19,6 +19,7 @@ from core.decoding.noise import Purpose, generator
 from core.decoding.proposers import Draft, Proposal, Proposer
 from core.decoding.sampler import law, sample_keyed, token_logprobs
 from core.decoding.speculative import Verify, verify_blocks
+from core.errors import NumericalFault
 from core.model.kv_cache import KVCache
 from core.model.transformer import Transformer, flat_batch
 from core.request import Request, TokenLogprobs
@@ -96,6 +97,8 @@ class ModelRunner:
         ends = [span.row + span.num_tokens for span in batch.spans]
         wanted = [np.arange(end - num, end) for end, num in zip(ends, num_wanted, strict=True)]
         logits_RV = self._model.forward(batch, self._cache, np.concatenate(wanted))
+        if not np.isfinite(logits_RV.max(axis=1, initial=0.0)).all():
+            raise NumericalFault("logits are not finite")
         starts = np.cumsum([0, *num_wanted])
         return [logits_RV[a : a + num] for a, num in zip(starts[:-1], num_wanted, strict=True) if num]
 

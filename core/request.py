@@ -1,8 +1,9 @@
 """One sequence being generated: what was asked, what has come so far, what leaves with each step.
 
 A request has tokens, and some of them have KV (`num_computed_tokens`); everything the scheduler does is catching up.
-State changes only in the scheduler's `update()`. Text is not the engine's affair but for stop strings: for those
-the request carries a decoder, so that nothing here knows a tokenizer.
+Tokens and progress change only in the scheduler's `update()`; `schedule()` admits, preempts and says what was hit. Text
+is not the engine's affair but for stop strings: for those the request carries a decoder, so that nothing here knows a
+tokenizer.
 """
 
 import enum
@@ -14,6 +15,7 @@ from core.block_hash import BlockHashes
 from core.errors import InvalidRequest
 
 MAX_STOP_STRINGS = 4
+MAX_STOP_TOKEN_IDS = 1024
 INT64_MIN, INT64_MAX = -(2**63), 2**63 - 1
 
 
@@ -97,6 +99,10 @@ class SamplingParams:
             _in_range("logit_bias", bias, -100, 100, of=f" of token {token_id}")
         if len(self.stop) > MAX_STOP_STRINGS:
             raise InvalidRequest(f"stop has {len(self.stop)} strings, limit is {MAX_STOP_STRINGS}", "stop")
+        if len(self.stop_token_ids) > MAX_STOP_TOKEN_IDS:  # each token is held against all of them
+            raise InvalidRequest(
+                f"stop_token_ids has {len(self.stop_token_ids)} ids, limit is {MAX_STOP_TOKEN_IDS}", "stop_token_ids"
+            )
         if "" in self.stop:
             raise InvalidRequest("stop has an empty string", "stop")
 
@@ -305,6 +311,7 @@ class Request:
         self.num_draft_filled_blocks = other.num_draft_filled_blocks
         self.is_unshareable = other.is_unshareable
         self.num_cached_tokens = other.num_cached_tokens
+        self.num_host_cached_tokens = other.num_host_cached_tokens
 
     def finish(self, reason: FinishReason, stop_reason: str | int | None = None) -> None:
         """End it; the first reason given stands."""

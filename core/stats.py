@@ -202,6 +202,11 @@ class StatsGatherer:
         self._cached["host"] += request.num_host_cached_tokens
         self._sources["local_compute"] += request.num_prompt_tokens - request.num_cached_tokens
 
+    def on_hand_down(self, request: Request, heir: Request) -> None:
+        """`heir`, an unborn sibling, goes on where `request` leaves; what was counted once is not counted again."""
+        if (times := self._times.pop(request.request_id, None)) is not None:
+            self._times[heir.request_id] = times
+
     def on_finish(self, request: Request, now_s: float) -> None:
         """A request has ended, for whatever reason."""
         assert request.finish_reason is not None

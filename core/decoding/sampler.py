@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from core.decoding.noise import Purpose, gumbel_noise
+from core.errors import NumericalFault
 from core.request import Request, SamplingParams, TokenLogprobs
 
 LOGPROB_FLOOR = -9999.0  # JSON has no infinity
@@ -29,6 +30,9 @@ def process_logits(logits_V: Floats, request: Request, extra: Sequence[int] = ()
 
     Returns:
         (V,) float; the input itself if there is nothing to do. With temperature 0 it is not scaled or filtered.
+
+    Raises:
+        NumericalFault: no token may come next, as when all are stop tokens and min_tokens is not reached.
     """
     params = request.params
     logits_V = _penalise(logits_V, request, extra)
@@ -38,6 +42,8 @@ def process_logits(logits_V: Floats, request: Request, extra: Sequence[int] = ()
     if request.num_output_tokens + len(extra) < params.min_tokens:
         logits_V = logits_V.copy()
         logits_V[[*request.eos_token_ids, *params.stop_token_ids]] = -np.inf
+    if not np.isfinite(logits_V.max()):
+        raise NumericalFault("bias, penalties and min_tokens leave no token that may come next")
     if params.is_greedy:
         return logits_V
     with np.errstate(over="ignore"):
@@ -50,7 +56,7 @@ def _penalise(logits_V: Floats, request: Request, extra: Sequence[int]) -> Float
     params = request.params
     if params.repetition_penalty == 1 and params.presence_penalty == 0 and params.frequency_penalty == 0:
         return logits_V
-    logits_V = logits_V.copy()
+    logits_V = logits_V.astype(np.float64)  # a tiny penalty would overflow float32
     size = len(logits_V)
     tokens = [t for t in (*request.token_ids, *extra) if t < size]
     output = [t for t in (*request.output_token_ids, *extra) if t < size]

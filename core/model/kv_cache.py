@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from core.errors import NumericalFault
 from core.model.config import ModelConfig
 
 Floats = NDArray[np.float32]
@@ -45,7 +46,14 @@ class KVCache:
             self._tier = np.memmap(tier_file, np.float32, "w+", shape=tier_shape)
 
     def write(self, layer: int, slots_T: NDArray[np.int64], keys_TGE: Floats, values_TGE: Floats) -> None:
-        """Put each token's key and value into its slot."""
+        """Put each token's key and value into its slot.
+
+        Raises:
+            NumericalFault: one is not finite. Nothing is written then: a masked slot is multiplied by 0, and a NaN that
+                once got into the pool would spoil whoever is given its block next.
+        """
+        if not (np.isfinite(keys_TGE).all() and np.isfinite(values_TGE).all()):
+            raise NumericalFault(f"keys or values of layer {layer} are not finite")
         blocks_T, offsets_T = np.divmod(slots_T, self.block_size)
         self.keys_LBSGE[layer, blocks_T, offsets_T] = keys_TGE
         self.values_LBSGE[layer, blocks_T, offsets_T] = values_TGE

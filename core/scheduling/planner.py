@@ -1,8 +1,8 @@
 """Makes the plan of a step: who computes how many tokens, in which blocks, and who gives way.
 
-It reserves and moves requests between the queues, but advances nobody. In order: the running, oldest first, preempting
-the youngest only when free blocks do not cover one token; then the waiting, as long as there are places, tokens and
-blocks; then drafts, from what is left, so that they are dropped before anyone gives way.
+It reserves, admits and preempts, but advances nobody: tokens and their KV come with `update()`. In order: the running,
+oldest first, preempting the youngest only when free blocks do not cover one token; then the waiting, as long as there
+are places, tokens and blocks; then drafts, from what is left, so that they are dropped before anyone gives way.
 
 A waiting request first takes over the leading blocks that the pool knows by their hashes. If the next one it could hit
 is being computed by somebody in this very step, it waits a step and looks again, so that a burst with one prompt

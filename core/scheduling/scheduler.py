@@ -158,6 +158,7 @@ class ContinuousBatchingScheduler:
             heir.take_progress(request)
             self._queues.set_running(heir)
         else:
+            heir.take_progress(request)
             heir.status = request.status
             self._queues.set_waiting(heir)
 
@@ -336,6 +337,8 @@ class ContinuousBatchingScheduler:
         if num_tokens < scheduled.num_tokens:
             raise InvariantViolation(f"{request!r} lost its room while a step was rolled back")
         num_draft_slots = self._planner.reserve(request, scheduled.num_draft_slots)
+        if copies := self.block_manager.take_copies():
+            raise InvariantViolation(f"{request!r} needs copies {copies} that were made before")
         return SchedulerOutput(plan.step, (self._planner.scheduled(request, num_tokens, num_draft_slots),))
 
     def _fail(self, request: Request, error: Exception) -> list[str]:

@@ -433,3 +433,15 @@ def test_samples_of_one_prompt_share_its_cost_and_say_how_many_they_are():
     assert {"a": 2, "b": 2, "c": 2} == {name: len(token_ids_of(said)) for name, said in outputs.items()}
     assert (9, 9, 6) == (stats.num_prompt_tokens, stats.prefix_cache_queries, stats.num_generation_tokens)
     assert (3, 9.0) == (samples.count, samples.sum)
+
+
+def test_an_heir_counts_its_prompt_once():
+    """The first sample leaves when half of the prompt is computed; the second goes on from there."""
+    it = engine(max_num_batched_tokens=4)
+    it.add(new_request("a", prompt=[1] * 8, max_tokens=2, sibling_ids=["b"]))
+    it.step()
+    it.abort("a")
+    run(it)
+
+    assert (8, 8) == (it.stats.prefix_cache_queries, it.stats.num_prompt_tokens)
+    assert {"abort": 1, "length": 1} == {reason: n for reason, n in it.stats.finished.items() if n}

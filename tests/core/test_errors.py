@@ -10,6 +10,7 @@ from core.errors import (
     InvalidRequest,
     InvariantViolation,
     ModelLoadError,
+    NumericalFault,
     OctavoError,
     UnknownRequest,
 )
@@ -18,7 +19,7 @@ from core.errors import (
 def test_every_exception_is_ours_and_stands_in_the_tree():
     classes = [c for c in vars(errors).values() if isinstance(c, type)]
 
-    assert len(classes) == 8
+    assert len(classes) == 9
     for each in classes:
         assert issubclass(each, OctavoError)
         assert each is OctavoError or each.__name__ in (errors.__doc__ or "")
@@ -33,6 +34,7 @@ def test_every_exception_is_ours_and_stands_in_the_tree():
         (DuplicateRequest, ValueError),
         (EngineDead, RuntimeError),
         (InvariantViolation, AssertionError),
+        (NumericalFault, ArithmeticError),
         (ModelLoadError, Exception),
     ],
 )

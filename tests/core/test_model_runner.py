@@ -11,10 +11,12 @@ import core.decoding.noise
 import core.model_runner
 from core.decoding.proposers import Draft, DraftModelProposer, NgramProposer, Proposal, Proposer
 from core.decoding.speculative import VERIFICATION_RULES, verify_blocks, verify_drafts
+from core.memory.block_manager import BlockManager
 from core.model.config import ModelConfig
 from core.model.kv_cache import KVCache
 from core.model_runner import ModelRunner
 from core.request import Request, SamplingParams
+from core.scheduling.scheduler import ContinuousBatchingScheduler
 from core.step import ScheduledRequest, SchedulerOutput
 from tests import oracle
 from tests.core.decoding.plain_rules import plain_block_rule, plain_rule
@@ -397,3 +399,39 @@ def test_no_noise_decides_twice(num_blocks: int, monkeypatch: pytest.MonkeyPatch
     assert (num_blocks == TINY) == bool(served.num_preemptions)
     assert len(keys) > 160
     assert len(keys) == len(set(keys))
+
+
+# Numbers that are none
+
+
+def poisoned(row: int) -> Model:
+    """The same model (its output matrix is its own), but one token's embedding is no number."""
+    embedding_VD = MODEL.tensors["model.embed_tokens.weight"].copy()
+    embedding_VD[row] = np.nan
+    return Model(MODEL.config, MODEL.tensors | {"model.embed_tokens.weight": embedding_VD})
+
+
+def test_numbers_that_are_none_fail_their_request_and_spoil_no_block_for_others() -> None:
+    """A masked slot is multiplied by 0, and 0 times NaN is NaN: none may ever get into the pool."""
+    bias = {23: -100.0}
+    good = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True, logit_bias=bias)
+    alone = serve(runner_of("none", 8), [a_request("good", [1, 4, 5], good)], num_blocks=8)
+    manager = BlockManager(8, 4)
+    scheduler = ContinuousBatchingScheduler(4, manager, execute=a_runner(poisoned(23), None, 8, 4))
+    said: dict[str, list[int]] = {"bad": [], "good": [], "later": []}
+    errors = {}
+    for name, prompt in {"bad": [23] * 9, "good": [1, 4, 5]}.items():
+        scheduler.add_request(a_request(name, prompt, good))
+    for _ in range(2):
+        while scheduler.has_unfinished_requests:
+            scheduler.step()
+            for output in scheduler.take_outputs():
+                said[output.request_id] += [token.token_id for token in output.tokens]
+                errors[output.request_id] = output.error
+        if not said["later"]:
+            scheduler.add_request(a_request("later", [1, 4, 5], good))  # in the blocks that the bad one had
+
+    expected = [token.token_id for token in alone.tokens["good"]]
+    assert {"bad": [], "good": expected, "later": expected} == said
+    assert "NumericalFault" in (errors["bad"] or "")
+    assert 8 == manager.num_free_blocks

@@ -152,3 +152,11 @@ def test_what_crosses_to_the_engine_and_back_can_be_pickled():
 
 def test_vllms_finish_reasons_are_the_labels():
     assert ["stop", "length", "abort", "error"] == [reason.value for reason in FinishReason]
+
+
+def test_more_stop_ids_than_anybody_needs_are_refused():
+    """Each token is held against all of them, in the thread that steps the engine."""
+    SamplingParams(stop_token_ids=tuple(range(1024)))
+    with pytest.raises(InvalidRequest, match="stop_token_ids has 1025 ids, limit is 1024") as refused:
+        SamplingParams(stop_token_ids=(1,) * 1025)
+    assert "stop_token_ids" == refused.value.param

@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from core.decoding.sampler import LOGPROB_FLOOR, law, process_logits, sample_draft, sample_keyed, token_logprobs
+from core.errors import NumericalFault
 from core.request import Request, SamplingParams
 from tests import oracle
 from tests.core.small_models import EOS, a_request
@@ -228,3 +229,17 @@ def test_logprobs_stay_finite() -> None:
     got = token_logprobs(logits_V, 1, 4)
     assert LOGPROB_FLOOR == got.logprob
     assert [0.0, LOGPROB_FLOOR, LOGPROB_FLOOR, LOGPROB_FLOOR] == [value for _, value in got.top]
+
+
+def test_a_law_without_any_token_is_a_fault_and_not_token_0() -> None:
+    request = asked(min_tokens=3, stop_token_ids=tuple(range(V)))
+    with pytest.raises(NumericalFault, match="leave no token that may come next"):
+        process_logits(FULL, request)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("penalty", [1e-46, 1e-300])
+def test_a_tiny_penalty_gives_a_law(penalty: float, temperature: float) -> None:
+    law_V = law(FULL, asked(prompt=(0, 1), repetition_penalty=penalty, temperature=temperature))
+    assert 1.0 == pytest.approx(law_V.sum())
+    assert 0 == law_V.argmax()  # a positive logit divided by almost nothing
