@@ -206,6 +206,7 @@ async def _events(service: Service, job: Job, writer: "_Writer", options: Stream
             chunks = [chunk for index, output in pairs for chunk in writer.deltas(index, output, shown)]
             if chunks:
                 yield b"".join(map(sse.event, chunks))
+                run.mark_shown()
             elif not pairs:
                 yield sse.KEEP_ALIVE
         if options.include_usage:

@@ -109,6 +109,7 @@ async def _events(service: Service, job: Job, writer: "_Writer", options: Stream
             choices = [choice for index, output in pairs for choice in writer.deltas(index, output)]
             if choices:
                 yield b"".join(sse.event(writer.chunk([choice], **shown)) for choice in choices)
+                run.mark_shown()
             elif not pairs:
                 yield sse.KEEP_ALIVE
         if options.include_usage:

@@ -8,6 +8,7 @@ buffer (a reader that stops reading is aborted), and a drain (what is still open
 
 import asyncio
 import logging
+import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -36,17 +37,27 @@ def _num_sequences(requests: Iterable[NewRequest]) -> int:
 class Stream:
     """The outputs of one HTTP request's sequences, dealt out step by step.
 
-    Iterating gives lists: what has come since the last time, or [] after `IDLE_S` without anything; it ends when all
-    sequences have ended, and raises what the client is to be told when they cannot end well. `close` aborts whatever
-    still runs: call it in a `finally`.
+    Iterating gives lists: what has come since the last time, or [] when for `idle_s` the client was shown nothing
+    (what comes may be held back, so the reader says what it showed); it ends when all sequences have ended, and raises
+    what the client is to be told when they cannot end well. `close` aborts whatever still runs: call it in a `finally`.
     """
 
-    def __init__(self, loop: "EngineLoop", request_ids: Sequence[str], *, max_buffered: int, idle_s: float) -> None:
+    def __init__(
+        self,
+        loop: "EngineLoop",
+        request_ids: Sequence[str],
+        *,
+        max_buffered: int,
+        idle_s: float,
+        clock: Callable[[], float],
+    ) -> None:
         self.request_ids = tuple(request_ids)
         self.open_ids = set(request_ids)
         self._loop = loop
         self._max_buffered = max_buffered * len(request_ids)
         self._idle_s = idle_s
+        self._clock = clock
+        self._shown_s = clock()
         self._buffer: list[RequestOutput] = []
         self._error: Exception | None = None
         self._ready = asyncio.Event()
@@ -59,15 +70,20 @@ class Stream:
             if not self.open_ids:
                 raise StopAsyncIteration
             try:
-                async with asyncio.timeout(self._idle_s):
+                async with asyncio.timeout(max(0.0, self._shown_s + self._idle_s - self._clock())):
                     await self._ready.wait()
             except TimeoutError:
+                self.mark_shown()
                 return []
         self._ready.clear()
         if self._error is not None:
             raise self._error
         outputs, self._buffer = self._buffer, []
         return outputs
+
+    def mark_shown(self) -> None:
+        """The client has been sent something just now."""
+        self._shown_s = self._clock()
 
     def put(self, output: RequestOutput) -> None:
         """Take one output; past the bound the reader has stopped reading, and its sequences are aborted."""
@@ -119,6 +135,7 @@ class EngineLoop:
         max_queue: int,
         max_buffered: int = MAX_BUFFERED_OUTPUTS,
         idle_s: float = IDLE_S,
+        clock: Callable[[], float] = time.monotonic,
         on_death: Callable[[], None] | None = None,
     ) -> None:
         self.engine = engine
@@ -129,6 +146,7 @@ class EngineLoop:
         self._max_queue = max_queue
         self._max_buffered = max_buffered
         self._idle_s = idle_s
+        self._clock = clock
         self._inbox: list[NewRequest] = []
         self._handed_over: deque[NewRequest] = deque()  # the worker takes them from here one by one
         self._num_handed_over = 0  # in this turn, those already taken included
@@ -170,7 +188,7 @@ class EngineLoop:
         self.refuse_if_closed()
         ids = [request_id for request in requests for request_id in family_ids(request)]
         self._refuse_if_full(len(ids))
-        stream = Stream(self, ids, max_buffered=self._max_buffered, idle_s=self._idle_s)
+        stream = Stream(self, ids, max_buffered=self._max_buffered, idle_s=self._idle_s, clock=self._clock)
         self._streams.update(dict.fromkeys(ids, stream))
         self._inbox.extend(requests)
         self._idle.clear()

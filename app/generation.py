@@ -298,6 +298,11 @@ class Run:
                 raise ApiError(500, "The engine failed on this request", kind=SERVER_ERROR)
         return pairs
 
+    def mark_shown(self) -> None:
+        """The client has been sent something just now: signs of life are given to those who see nothing for long."""
+        assert self._stream is not None
+        self._stream.mark_shown()
+
     async def collect(self) -> list[RequestOutput]:
         """All outputs to the end, merged to one per choice, in order: of each prompt's samples, the n best."""
         outputs: list[list[RequestOutput]] = [[] for _ in self._index]

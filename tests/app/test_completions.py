@@ -1,12 +1,13 @@
 """POST /v1/completions, whole and streamed."""
 
+import asyncio
 import json
 from typing import Any
 
 import pytest
 from httpx import Response
 
-from tests.app.servers import RunningServer, in_process
+from tests.app.servers import Gate, RunningServer, in_process, make_engine
 
 SCRIPT = ["Hel", "lo", [" wor", "ld"], "!"]
 
@@ -69,6 +70,29 @@ async def test_the_default_is_cut_to_the_room_but_what_was_asked_for_is_not(min_
     assert [5, 16] == [len(choice["text"].encode()) for choice in body["choices"]]
     assert (400, "max_tokens") == refusal
     assert (400, "min_tokens") == long
+
+
+@pytest.mark.parametrize(("piece", "num_signs"), [("a", 0), ("z", 1)])
+@pytest.mark.parametrize("asked", [{"prompt": "p"}, {"messages": [{"role": "user", "content": "p"}]}])
+async def test_a_stream_whose_text_is_held_back_gives_a_sign_of_life(
+    monkeypatch: pytest.MonkeyPatch, asked: dict[str, Any], piece: str, num_signs: int
+):
+    """Each "z" may begin the stop string, so all of them are kept until the end; an "a" is shown at once."""
+    now, gate = 0.0, Gate()
+    async with in_process(make_engine(gate)) as server, gate:
+        monkeypatch.setattr(server.service.loop, "_clock", lambda: now)
+        path = "/v1/completions" if "prompt" in asked else "/v1/chat/completions"
+        body = {**asked, "script": [piece] * 6, "stop": ["z" * 9], "stream": True}
+        asking = asyncio.create_task(server.client.post(path, json=body))
+        for step in range(1, 4):
+            await gate.until_arrived(step)
+            now = 20.0 * (step == 3)
+            gate.let_through(1)
+        await gate.until_arrived(4)
+        gate.open()
+        response = await asking
+
+    assert num_signs == response.text.count(": keep-alive")
 
 
 async def test_the_last_chunk_of_a_stream_cut_by_length_carries_text():

@@ -158,6 +158,25 @@ async def test_a_stream_without_news_gives_signs_of_life():
         assert 4 == (await read_all(stream))[-1].num_generated_tokens
 
 
+async def test_a_sign_of_life_is_due_when_nothing_was_shown_although_something_came():
+    now = 0.0
+    gate = Gate()
+    async with running(make_engine(gate), idle_s=15, clock=lambda: now) as loop, gate:
+        stream = loop.submit([new_request("a", max_tokens=3)])
+        gate.let_through(1)
+        assert 1 == len(await anext(stream))
+        now = 15.0
+        assert [] == await anext(stream)
+
+        now = 29.0
+        gate.let_through(1)
+        assert 1 == len(await anext(stream))
+        stream.mark_shown()
+        now = 43.0
+        gate.let_through(1)
+        assert 1 == len(await anext(stream))
+
+
 def break_down(plan: SchedulerOutput) -> ModelRunnerOutput:
     raise InvariantViolation("a book does not balance")
 
