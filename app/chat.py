@@ -40,6 +40,8 @@ class ChatTemplate:
     """A model's jinja2 template, with the few helpers that templates expect."""
 
     def __init__(self, source: str, special_token_texts: Mapping[str, str]) -> None:
+        """Raises InvalidRequest when the source is no template."""
+        from jinja2 import TemplateSyntaxError
         from jinja2.sandbox import ImmutableSandboxedEnvironment
 
         environment = ImmutableSandboxedEnvironment(
@@ -48,7 +50,12 @@ class ChatTemplate:
         environment.filters["tojson"] = _to_json
         environment.globals["raise_exception"] = _raise_exception
         environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
-        self._template = environment.from_string(source)
+        try:
+            self._template = environment.from_string(source)
+        except TemplateSyntaxError as error:  # its text has further lines, with the source
+            raise InvalidRequest(
+                f"the chat template is broken: line {error.lineno}: {error.message}", "messages"
+            ) from error
         self._special_token_texts = dict(special_token_texts)
 
     def render(self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool) -> str:

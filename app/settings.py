@@ -162,12 +162,24 @@ def load_settings(flags: Mapping[str, Any]) -> Settings:
     try:
         settings = Settings(**{name: value for name, value in flags.items() if value is not None})
         settings.engine_config()
-        settings.chat_template_source  # noqa: B018 (read now, so that a wrong path is an error of the command line)
+        _compile_chat_template(settings)
     except ValidationError as error:
         raise SettingsError("; ".join(_describe(problem, flags) for problem in error.errors())) from error
     except InvalidRequest as error:
         raise SettingsError(str(error)) from error
     return settings
+
+
+def _compile_chat_template(settings: Settings) -> None:
+    """Now, so that a wrong path or a broken template is an error of the command line and not of every request."""
+    if settings.chat_template_source is None:
+        return
+    from app.chat import ChatTemplate  # with jinja2, slow to import
+
+    try:
+        ChatTemplate(settings.chat_template_source, {})
+    except InvalidRequest as error:
+        raise SettingsError(f"--chat-template: {error}") from error
 
 
 def _describe(problem: Mapping[str, Any], flags: Mapping[str, Any]) -> str:

@@ -7,7 +7,7 @@ import pytest
 from app.chat import ChatTemplate, render_prompt
 from app.schemas import ChatMessage
 from core import InvalidRequest
-from tests.app.servers import CHAT_TEMPLATE, in_process
+from tests.app.servers import CHAT_TEMPLATE, in_process, make_engine
 from tests.app.test_completions import chunks
 
 HELLO = [{"role": "user", "content": "Hi"}]
@@ -79,6 +79,16 @@ def test_templates_have_the_helpers_they_expect():
 def test_what_a_template_refuses_is_the_requests_fault(source: str):
     with pytest.raises(InvalidRequest, match="chat template refuses"):
         render(source, ("user", "Hi"))
+
+
+async def test_a_models_own_broken_template_is_400_each_time():
+    engine = make_engine()
+    async with in_process(engine) as server:
+        engine.tokenizer.chat_template = "{% bad"
+        for _ in range(2):
+            response = await server.chat(messages=HELLO)
+            assert (400, "messages") == (response.status_code, response.json()["error"]["param"])
+    assert "broken: line 1" in response.json()["error"]["message"]
 
 
 async def test_an_answer_has_openais_shape():

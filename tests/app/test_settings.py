@@ -60,6 +60,7 @@ def test_numbers_have_vllms_short_forms(text: str, number: int):
         ({"speculative_config": '{"num_speculative_tokens": 99}'}, "--speculative-config"),
         ({"speculative_config": '{"no_such_field": 1}'}, "--speculative-config"),
         ({"chat_template": "/no/such/file"}, "--chat-template"),
+        ({"chat_template": "{% bad"}, "--chat-template: the chat template is broken: line 1: "),
         ({"no_such_setting": "1"}, "no-such-setting"),
     ],
 )
