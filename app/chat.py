@@ -5,6 +5,7 @@ fault (roles out of order, say), so it is 400 with the template's own words.
 """
 
 import time
+import uuid
 from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
 from datetime import datetime
 from typing import Any, NoReturn
@@ -102,12 +103,14 @@ def render_prompt(
             "continue_final_message needs add_generation_prompt false and a last message of the assistant",
             "continue_final_message",
         )
-    text, last = template.render(plain, add_generation_prompt=False), plain[-1]["content"].rstrip()
-    # Whatever the template puts behind the last message closes it, so it goes.
-    before, found, _ = text.rpartition(last) if last else ("", "", "")
-    if not found:
+    # Whatever the template puts behind the last message closes it, so it goes. It is found by a mark that is nowhere
+    # else: the message's own text may occur in what closes it, as "end" does in <|im_end|>.
+    last, mark = plain[-1]["content"].rstrip(), uuid.uuid4().hex
+    plain[-1]["content"] = last + mark
+    text, found, _ = template.render(plain, add_generation_prompt=False).rpartition(mark)
+    if not found or not text.endswith(last):
         raise InvalidRequest("the chat template does not keep the last message as it is", "continue_final_message")
-    return before + found
+    return text
 
 
 def _plain(message: ChatMessage, number: int) -> dict[str, Any]:

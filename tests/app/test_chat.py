@@ -57,6 +57,20 @@ def test_the_last_message_can_be_continued():
         render(CHAT_TEMPLATE, ("user", "Hi"), add_generation_prompt=False, continue_final_message=True)
 
 
+@pytest.mark.parametrize("content", ["d", "end", "im_end|>", "a", ""])
+def test_a_message_to_continue_is_cut_behind_its_text_whatever_the_text_is(content: str):
+    chatml = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content | trim }}<|im_end|>\n{% endfor %}"
+    options = {"add_generation_prompt": False, "continue_final_message": True}
+
+    assert f"<|im_start|>assistant\n{content}" == render(chatml, ("assistant", f"{content} "), **options)
+
+
+@pytest.mark.parametrize("source", ["{{ messages[0].content | upper }}", "{{ messages[0].role }}"])
+def test_a_message_that_the_template_changes_cannot_be_continued(source: str):
+    with pytest.raises(InvalidRequest, match="does not keep the last message"):
+        render(source, ("assistant", "x"), add_generation_prompt=False, continue_final_message=True)
+
+
 def test_templates_have_the_helpers_they_expect():
     assert '<s>["é<"]' == render("{{ bos_token }}{{ ['é<'] | tojson }}", ("user", "x"))
     assert 4 == len(render("{{ strftime_now('%Y') }}", ("user", "x")))
