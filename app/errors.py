@@ -13,6 +13,7 @@ from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from core import ContextLengthExceeded, EngineDead, InvalidRequest
 
@@ -88,12 +89,40 @@ def as_api_error(error: Exception) -> ApiError:
 
 
 def install(app: FastAPI) -> None:
-    """Make every failure of a route an error object."""
-    for kind in (ApiError, InvalidRequest, EngineDead, Exception):
+    """Make every failure that a route foresees an error object; `Answer500` does so with the others."""
+    for kind in (ApiError, InvalidRequest, EngineDead):
         app.add_exception_handler(kind, _handle)
     app.add_exception_handler(RequestValidationError, _handle_validation)
     app.add_exception_handler(HTTPException, _handle_http)
     app.add_exception_handler(ClientGone, _handle_gone)
+
+
+class Answer500:
+    """Answers what no route foresaw, and raises it again when the answer has begun.
+
+    A middleware, since Starlette would ask a handler for `Exception` only outside of all middlewares: its answer would
+    have neither the request's id nor the headers without which a browser does not show it to its script.
+    """
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            return await self._app(scope, receive, send)
+        is_started = False
+
+        async def watching(message: Message) -> None:
+            nonlocal is_started
+            is_started = True
+            await send(message)
+
+        try:
+            await self._app(scope, receive, watching)
+        except Exception as error:
+            if is_started:
+                raise
+            await (await _handle(Request(scope), error))(scope, receive, send)
 
 
 async def _handle(request: Request, error: Exception) -> Response:

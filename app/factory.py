@@ -76,6 +76,7 @@ def _add_middlewares(app: FastAPI, settings: Settings) -> None:
     app.add_middleware(BodyLimit, max_bytes=settings.max_body_bytes)
     if settings.api_key:
         app.add_middleware(Authentication, keys=settings.api_key, protect_metrics=settings.protect_metrics)
+    app.add_middleware(errors.Answer500)
     app.add_middleware(CountRequests)
     app.add_middleware(RequestIdEcho)
     app.add_middleware(

@@ -287,7 +287,7 @@ class CountRequests:
         try:
             await self._app(scope, counting_receive, counting_send)
         except Exception:
-            status = 500  # answered by the outermost middleware, which is not inside this one
+            status = 500  # its answer had begun, and is cut off
             raise
         finally:
             seconds = time.monotonic() - started_s

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from app.errors import ApiError, as_api_error, unavailable
+from app.errors import Answer500, ApiError, as_api_error, unavailable
 from core import ContextLengthExceeded, EngineDead, InvalidRequest
 from core.step import ModelRunnerOutput, SchedulerOutput
 from tests.app.servers import in_process, make_engine
@@ -112,12 +112,32 @@ async def test_a_route_that_breaks_answers_500(monkeypatch: pytest.MonkeyPatch):
 
     async with in_process() as server:
         monkeypatch.setattr(server.service, "run", break_down)
-        response = await server.complete(prompt="p")
+        headers = {"x-request-id": "mine", "origin": "http://page"}
+        response = await server.client.post("/v1/completions", json={"prompt": "p"}, headers=headers)
         found = await server.metrics()
 
     assert (500, "server_error") == (response.status_code, response.json()["error"]["type"])
     assert "secret" not in response.text
+    assert ("mine", "*") == tuple(response.headers[n] for n in ("x-request-id", "access-control-allow-origin"))
     assert 1 == found["http_requests_total{handler=/v1/completions,method=POST,status=5xx}"]
+
+
+async def test_what_breaks_after_the_answer_has_begun_is_raised_and_not_answered_twice():
+    sent: list[Any] = []
+
+    async def breaks_late(scope: Any, receive: Any, send: Any) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        raise RuntimeError("late")
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    async def receive() -> Any:
+        raise AssertionError("nothing is read")
+
+    with pytest.raises(RuntimeError, match="late"):
+        await Answer500(breaks_late)({"type": "http"}, receive, send)
+    assert [200] == [message["status"] for message in sent]
 
 
 def test_an_api_error_is_an_exception_with_its_message():
