@@ -12,6 +12,7 @@ from types import FrameType
 
 import uvicorn
 from fastapi import FastAPI
+from starlette.types import Scope
 
 from app.service import Service
 from app.settings import Settings
@@ -41,6 +42,7 @@ class Server(uvicorn.Server):
         )
         self.exit_code = 0
         self._app = app
+        app.state.cut_connection = self._cut_connection
         self._shutdown_timeout_s = settings.shutdown_timeout
 
     @property
@@ -62,6 +64,13 @@ class Server(uvicorn.Server):
         draining = asyncio.create_task(self._service.loop.drain(self._shutdown_timeout_s))
         await super().shutdown(sockets)
         draining.cancel()
+
+    def _cut_connection(self, scope: Scope) -> None:
+        """Drop the connection of this request with whatever it has still to send."""
+        for protocol in list(self.server_state.connections):
+            cycle = getattr(protocol, "cycle", None)
+            if cycle is not None and cycle.scope is scope:
+                protocol.transport.abort()
 
     @property
     def _service(self) -> Service:

@@ -11,6 +11,7 @@ from typing import Any
 import httpx
 import pytest
 
+from app import sse
 from app.engine_loop import EngineLoop
 from app.factory import create_app
 from app.server import EXIT_ENGINE_DEAD, Server
@@ -118,3 +119,22 @@ async def test_when_the_engine_dies_the_stream_is_told_and_the_exit_code_is_not_
     assert "data: [DONE]" == done
     assert 'finish_reason":"' not in text
     assert EXIT_ENGINE_DEAD == server.exit_code != 0
+
+
+async def test_the_connection_of_a_client_that_reads_nothing_is_cut(monkeypatch: pytest.MonkeyPatch):
+    """Far more is sent than sockets hold; a connection that was merely closed would wait for its reader."""
+    monkeypatch.setattr(sse, "SEND_TIMEOUT_S", 0)
+    content = json.dumps({"prompt": "p", "script": ["x" * 500_000] * 24, "max_tokens": 24, "stream": True}).encode()
+    head = (
+        f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(content)}"
+    )
+    async with serving(make_engine(), enable_scripts=True) as (server, client, _):
+        _, writer = await asyncio.open_connection("127.0.0.1", server.port)
+        writer.write(head.encode() + b"\r\n\r\n" + content)
+        await writer.drain()
+        while 'handler="/v1/completions"' not in (await client.get("/metrics")).text:
+            pass
+        while len(server.server_state.connections) > 1:  # the other is the one that asks for metrics
+            await asyncio.sleep(0)
+        writer.close()
+        server.should_exit = True
