@@ -25,8 +25,13 @@ class FieldFormatter(logging.Formatter):
         super().__init__("%(asctime)s %(levelname)s %(name)s: %(message)s")
 
     def formatMessage(self, record: logging.LogRecord) -> str:
-        fields = [f"{name}={value}" for name, value in vars(record).items() if name not in _STANDARD_FIELDS]
+        fields = [f"{name}={_printable(value)}" for name, value in vars(record).items() if name not in _STANDARD_FIELDS]
         return " ".join([super().formatMessage(record), *fields])
+
+
+def _printable(value: object) -> object:
+    """Texts may come from clients: with a line break in one, they could write lines of their own."""
+    return repr(value) if isinstance(value, str) and not value.isprintable() else value
 
 
 def configure(level: str) -> None:

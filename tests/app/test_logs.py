@@ -18,6 +18,13 @@ def test_fields_stand_behind_the_message():
     assert FieldFormatter().format(record).endswith("INFO app.x: request finished request_id=r1")
 
 
+def test_a_field_cannot_write_a_line_of_its_own():
+    record = logging.makeLogRecord({"msg": "m", "levelname": "INFO", "name": "app.x"})
+    record.field = "a\n2026 ERROR\x1b[1m"
+
+    assert FieldFormatter().format(record).endswith(r"app.x: m field='a\n2026 ERROR\x1b[1m'")
+
+
 def test_the_start_line_tells_the_caches_size(caplog: pytest.LogCaptureFixture):
     engine = make_engine(num_kv_blocks=64, block_size=4, max_model_len=30)
     with caplog.at_level(logging.INFO):
