@@ -14,7 +14,7 @@ from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from app import sse
-from app.generation import Ask, Job, parse_script, sampling_params, shown_reason, stream_options
+from app.generation import Ask, Job, parse_script, renamed, sampling_params, shown_reason, stream_options
 from app.schemas import (
     AssistantMessage,
     ChatChoice,
@@ -172,6 +172,7 @@ async def _ask(service: Service, body: ChatRequest, request: Request, arrival_s:
         model=model,
         prompt=text,
         params=params,
+        names=_names(body),
         n=body.n or 1,
         cache_salt=service.cache_salt(request, body),
         script=script,
@@ -184,15 +185,21 @@ async def _ask(service: Service, body: ChatRequest, request: Request, arrival_s:
 def _params(body: ChatRequest) -> SamplingParams:
     if body.top_logprobs is not None and not body.logprobs:
         raise InvalidRequest("top_logprobs needs logprobs to be true", "top_logprobs")
-    name = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
+    names = _names(body)
     try:
         return sampling_params(
-            body, max_tokens=getattr(body, name), num_logprobs=(body.top_logprobs or 0) if body.logprobs else None
+            body,
+            max_tokens=getattr(body, names["max_tokens"]),
+            num_logprobs=(body.top_logprobs or 0) if body.logprobs else None,
         )
     except InvalidRequest as error:
-        if error.param == "max_tokens":
-            raise InvalidRequest(str(error).replace("max_tokens", name), name) from None
-        raise
+        raise renamed(error, names) from None
+
+
+def _names(body: ChatRequest) -> dict[str, str]:
+    """What the engine's fields are called in this body."""
+    limit = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
+    return {"prompt": "messages", "max_tokens": limit}
 
 
 async def _complete(service: Service, job: Job, writer: "_Writer") -> ChatResponse:

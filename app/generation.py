@@ -93,7 +93,8 @@ class Ask:
     """What is asked of the engine, before there are tokens.
 
     `kind` starts the id, as clients know it: cmpl or chatcmpl. `prompt` is as the body has it, looked at only outside
-    the event loop: it may be long. A `max_tokens` that is a default is cut to the room that the context leaves.
+    the event loop: it may be long. `names` are the body's, where they are not the engine's. A `max_tokens` that is a
+    default is cut to the room that the context leaves.
     """
 
     kind: str
@@ -103,6 +104,7 @@ class Ask:
     n: int
     best_of: int | None = None
     is_max_tokens_default: bool = False
+    names: Mapping[str, str] = field(default_factory=dict)
     cache_salt: Mapping[str, str] = field(default_factory=dict)
     script: tuple[ScriptEntry, ...] | None
     add_special_tokens: bool
@@ -220,7 +222,8 @@ def build(engine: Engine, ask: Ask) -> Job:
             prompt = encode(engine, item, add_special_tokens=ask.add_special_tokens)
             params = _checked(engine, ask, prompt)
         except InvalidRequest as error:
-            raise _explained(error, engine, f"prompt {number}: " if len(items) > 1 else "") from error
+            explained = _explained(error, engine, f"prompt {number}: " if len(items) > 1 else "")
+            raise renamed(explained, ask.names) from error
         prompts.append(prompt)
         ids = [f"{job_id}-{number * num_samples + sample}" for sample in range(num_samples)]
         requests.append(_family(ids, prompt, params, ask))
@@ -263,6 +266,12 @@ def _explained(error: InvalidRequest, engine: Engine, where: str) -> InvalidRequ
         limit = f"This model's maximum context length is {engine.max_model_len} tokens"
         message = f"{limit} and the prompt is too long, alone or with its max_tokens: {message}"
     return type(error)(where + message, error.param)
+
+
+def renamed(error: InvalidRequest, names: Mapping[str, str]) -> InvalidRequest:
+    """The error in the words of the body. That the prompt is too long stays as it is: clients look for the phrase."""
+    message = str(error).replace("max_tokens", names.get("max_tokens", "max_tokens"))
+    return type(error)(message, names.get(error.param or "", error.param))
 
 
 class Run:
@@ -388,7 +397,7 @@ def stream_options(body: GenerationRequest) -> StreamOptions:
     if body.stream_options is None:
         return StreamOptions()
     body.stream_options.refuse_unsupported()
-    if not body.stream:
+    if not body.stream and any(value is not None for value in dict(body.stream_options).values()):
         raise InvalidRequest("stream_options needs stream to be true", "stream_options")
     if body.stream_options.continuous_usage_stats and not body.stream_options.include_usage:
         raise InvalidRequest("continuous_usage_stats needs include_usage", "stream_options")

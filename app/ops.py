@@ -93,7 +93,7 @@ def _tokens(service: Service, body: TokenizeRequest) -> Sequence[int]:
     assert body.messages is not None
     template = service.require_chat_template()
     text = render_prompt(template, body.messages, add_generation_prompt=body.add_generation_prompt is not False)
-    return encode(service.engine, text, add_special_tokens=bool(adds_special)).token_ids
+    return encode(service.engine, text, add_special_tokens=bool(adds_special), param="messages").token_ids
 
 
 def _texts(tokenizer: Tokenizer, ids: Sequence[int]) -> list[str]:

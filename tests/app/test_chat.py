@@ -170,6 +170,24 @@ async def test_the_newer_name_of_the_token_limit_wins():
     assert "max_completion_tokens" == wrong["error"]["param"]
 
 
+@pytest.mark.parametrize(
+    ("body", "param", "said"),
+    [
+        ({"messages": [{"role": "user", "content": "x" * 50}]}, "messages", "prompt is too long"),
+        ({"messages": [{"role": "user", "content": "x" * 5000}]}, "messages", "prompt is too long"),
+        ({"max_completion_tokens": 50}, "max_completion_tokens", "max_completion_tokens 50"),
+        ({"max_tokens": 50}, "max_tokens", "max_tokens 50"),
+        ({"max_completion_tokens": 2, "min_tokens": 3}, "min_tokens", "max_completion_tokens"),
+    ],
+)
+async def test_what_the_engine_refuses_is_told_in_the_words_of_the_body(body: Any, param: str, said: str):
+    async with in_process(max_model_len=40) as server:
+        error = (await server.chat(**{"messages": HELLO, **body})).json()["error"]
+
+    assert param == error["param"]
+    assert said in error["message"]
+
+
 async def test_logprobs_list_every_token_with_its_bytes():
     async with in_process() as server:
         asked = {"messages": HELLO, "script": ["a", "é"], "logprobs": True, "top_logprobs": 2}

@@ -16,7 +16,7 @@ from app.generation import (
     sampling_params,
     stream_options,
 )
-from app.schemas import CompletionRequest
+from app.schemas import CompletionRequest, StreamOptions
 from core import (
     ContextLengthExceeded,
     FinishReason,
@@ -131,7 +131,7 @@ def test_a_bias_is_for_a_token_id(key: str):
 @pytest.mark.parametrize(
     "body",
     [
-        {"stream_options": {}},
+        {"stream_options": {"include_usage": False}},
         {"stream": True, "stream_options": {"continuous_usage_stats": True}},
     ],
 )
@@ -139,6 +139,10 @@ def test_stream_options_that_make_no_sense_are_refused(body: Any):
     with pytest.raises(InvalidRequest) as refusal:
         stream_options(CompletionRequest(**body))
     assert "stream_options" == refusal.value.param
+
+
+def test_stream_options_that_say_nothing_need_no_stream():
+    assert StreamOptions() == stream_options(CompletionRequest(stream_options=StreamOptions()))
 
 
 def test_a_text_too_long_in_bytes_is_refused_before_it_is_cut_into_tokens(monkeypatch: pytest.MonkeyPatch):
