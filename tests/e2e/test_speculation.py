@@ -63,7 +63,7 @@ def test_answers_are_the_same_with_either_drafter_and_without(
     plain = servers["off"].complete(**body)
 
     assert 8 == len(plain["choices"])
-    assert len({choice["text"] for choice in plain["choices"]}) > 4
+    assert len({choice["text"] for choice in plain["choices"]}) > 2
     assert all(choice["logprobs"]["token_logprobs"] for choice in plain["choices"])
     for drafter in ("draft model", "look-up"):
         answer, num_drafted, num_accepted = gain(servers[drafter], **body)

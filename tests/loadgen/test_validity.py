@@ -65,7 +65,7 @@ def test_a_failed_request_fails():
 
 
 def test_a_queue_that_grows_is_not_steady():
-    records = [record(t_sched=0.1 * i, chunks=[(2.0 + 0.3 * i, 1)]) for i in range(100)]
+    records = [record(t_sched=0.1 * i, chunks=[(2.0 + 0.3 * i, 1)]) for i in range(400)]
 
     assert verdicts(records)["Little's law residual"] is False
 
