@@ -6,7 +6,7 @@ fault (roles out of order, say), so it is 400 with the template's own words.
 
 import time
 import uuid
-from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from datetime import datetime
 from typing import Any, NoReturn
 
@@ -25,9 +25,9 @@ from app.schemas import (
     ChatRequest,
     ChatResponse,
     Delta,
-    StreamOptions,
     TokenLogprob,
     TopLogprob,
+    Usage,
 )
 from app.service import Service, ServiceOf, trace_id
 from core import InvalidRequest, OutputToken, RequestOutput, SamplingParams, Tokenizer
@@ -150,7 +150,7 @@ async def create_chat_completion(body: ChatRequest, request: Request, service: S
     writer = _Writer(job, body, service.engine.tokenizer, service.fingerprint)
     headers = {"x-request-id": job.trace_id}
     if body.stream:
-        return sse.EventStream(_events(service, job, writer, options), headers)
+        return sse.EventStream(sse.chunk_events(service.run(job), writer, options), headers)
     response = await sse.while_connected(request.receive, _complete(service, job, writer))
     content = response.__pydantic_serializer__.to_json(response, exclude_unset=True)
     return Response(content, headers=headers, media_type="application/json")
@@ -214,22 +214,6 @@ async def _complete(service: Service, job: Job, writer: "_Writer") -> ChatRespon
     )
 
 
-async def _events(service: Service, job: Job, writer: "_Writer", options: StreamOptions) -> AsyncGenerator[bytes, None]:
-    shown: dict[str, Any] = {"usage": None} if options.include_usage else {}
-    with service.run(job) as run:
-        async for pairs in run:
-            if options.continuous_usage_stats:
-                shown = {"usage": run.usage()}
-            chunks = [chunk for index, output in pairs for chunk in writer.deltas(index, output, shown)]
-            if chunks:
-                yield b"".join(map(sse.event, chunks))
-                run.mark_shown()
-            elif not pairs:
-                yield sse.KEEP_ALIVE
-        if options.include_usage:
-            yield sse.event(writer.chunk([], {"usage": run.usage()}))
-
-
 class _Writer:
     """Writes the choices of one job. Remembers which choices have begun."""
 
@@ -262,6 +246,9 @@ class _Writer:
 
     def chunk(self, choices: list[ChatChunkChoice], extra: Mapping[str, Any]) -> ChatChunk:
         return ChatChunk(object="chat.completion.chunk", choices=choices, **self.head(), **extra)
+
+    def usage_chunk(self, usage: Usage) -> ChatChunk:
+        return self.chunk([], {"usage": usage})
 
     def deltas(self, index: int, output: RequestOutput, extra: Mapping[str, Any]) -> Iterator[ChatChunk]:
         """The role before a choice's first text, the text if there is some, and an empty delta with the reason."""

@@ -1,7 +1,7 @@
 """POST /v1/completions: text in, text on. Whole or streamed, the choices are written by the same `_Writer`."""
 
 import time
-from collections.abc import AsyncGenerator, Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from fastapi import APIRouter, Request
@@ -23,7 +23,6 @@ from app.schemas import (
     CompletionLogprobs,
     CompletionRequest,
     CompletionResponse,
-    StreamOptions,
     Usage,
 )
 from app.service import Service, ServiceOf, trace_id
@@ -46,7 +45,7 @@ async def create_completion(body: CompletionRequest, request: Request, service: 
     if _generates_nothing(body):
         return _json(writer.response(writer.prompts_alone(), make_usage(job.prompts)), headers)
     if body.stream:
-        return sse.EventStream(_events(service, job, writer, options), headers)
+        return sse.EventStream(sse.chunk_events(service.run(job), writer, options), headers)
     return _json(await sse.while_connected(request.receive, _complete(service, job, writer)), headers)
 
 
@@ -100,22 +99,6 @@ async def _complete(service: Service, job: Job, writer: "_Writer") -> Completion
     return writer.response([writer.whole(index, output) for index, output in enumerate(outputs)], run.usage())
 
 
-async def _events(service: Service, job: Job, writer: "_Writer", options: StreamOptions) -> AsyncGenerator[bytes, None]:
-    shown: dict[str, Any] = {"usage": None} if options.include_usage else {}
-    with service.run(job) as run:
-        async for pairs in run:
-            if options.continuous_usage_stats:
-                shown = {"usage": run.usage()}
-            choices = [choice for index, output in pairs for choice in writer.deltas(index, output)]
-            if choices:
-                yield b"".join(sse.event(writer.chunk([choice], **shown)) for choice in choices)
-                run.mark_shown()
-            elif not pairs:
-                yield sse.KEEP_ALIVE
-        if options.include_usage:
-            yield sse.event(writer.chunk([], usage=run.usage()))
-
-
 def _json(response: CompletionResponse, headers: dict[str, str]) -> Response:
     content = response.__pydantic_serializer__.to_json(response, exclude_unset=True)
     return Response(content, headers=headers, media_type="application/json")
@@ -152,14 +135,18 @@ class _Writer:
         choice.text = echoed + choice.text
         return choice
 
-    def deltas(self, index: int, output: RequestOutput) -> Iterator[CompletionChoice]:
+    def usage_chunk(self, usage: Usage) -> CompletionResponse:
+        return self.chunk([], usage=usage)
+
+    def deltas(self, index: int, output: RequestOutput, extra: Mapping[str, Any]) -> Iterator[CompletionResponse]:
         """What one output adds to its choice in a stream: nothing while all of it is held back."""
         is_first = index not in self._offsets
         echoed = self._start(index) if is_first else ""
         if echoed:
-            yield self._prompt_alone(index, echoed, is_finished=False)
+            yield self.chunk([self._prompt_alone(index, echoed, is_finished=False)], **extra)
         if output.text or output.tokens or output.is_finished:
-            yield self._choice(index, output, **(self._prompt_ids(index) if is_first and not echoed else {}))
+            ids = self._prompt_ids(index) if is_first and not echoed else {}
+            yield self.chunk([self._choice(index, output, **ids)], **extra)
 
     def prompts_alone(self) -> list[CompletionChoice]:
         """Every choice when nothing is generated."""

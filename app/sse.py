@@ -12,15 +12,18 @@ after `SEND_TIMEOUT_S` it counts as gone, and the connection is cut.
 import asyncio
 import json
 import logging
-from collections.abc import AsyncGenerator, Coroutine, Mapping
+from collections.abc import AsyncGenerator, Coroutine, Iterator, Mapping
 from contextlib import aclosing, suppress
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from pydantic import BaseModel
 from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
 from app.errors import ClientGone, as_api_error
+from app.generation import Run
+from app.schemas import StreamOptions, Usage
+from core import RequestOutput
 
 logger = logging.getLogger(__name__)
 
@@ -38,6 +41,33 @@ def event(chunk: BaseModel) -> bytes:
 
 def error_event(error: Exception) -> bytes:
     return b"data: " + json.dumps(as_api_error(error).body).encode() + b"\n\n"
+
+
+class ChunkWriter(Protocol):
+    """Writes one endpoint's chunks."""
+
+    def deltas(self, index: int, output: RequestOutput, extra: Mapping[str, Any]) -> Iterator[BaseModel]:
+        """What an output adds to its choice, `extra` fields on each chunk; nothing while all of it is held back."""
+
+    def usage_chunk(self, usage: Usage) -> BaseModel:
+        """The chunk without choices that ends a stream whose client asked for the totals."""
+
+
+async def chunk_events(run: Run, writer: ChunkWriter, options: StreamOptions) -> AsyncGenerator[bytes, None]:
+    """The events of a job: its chunks step by step, signs of life while there are none, the totals if asked for."""
+    extra: dict[str, Any] = {"usage": None} if options.include_usage else {}
+    with run:
+        async for pairs in run:
+            if options.continuous_usage_stats:
+                extra = {"usage": run.usage()}
+            chunks = [chunk for index, output in pairs for chunk in writer.deltas(index, output, extra)]
+            if chunks:
+                yield b"".join(map(event, chunks))
+                run.mark_shown()
+            elif not pairs:
+                yield KEEP_ALIVE
+        if options.include_usage:
+            yield event(writer.usage_chunk(run.usage()))
 
 
 class EventStream(Response):
