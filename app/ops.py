@@ -6,7 +6,7 @@ from typing import Any
 from fastapi import APIRouter, HTTPException
 from starlette.responses import Response
 
-from app.chat import render_prompt
+from app.chat_template import render_prompt
 from app.generation import encode
 from app.schemas import DetokenizeRequest, DetokenizeResponse, TokenizeRequest, TokenizeResponse
 from app.service import Service, ServiceOf

@@ -20,7 +20,7 @@ from app.settings import Settings
 from core import Engine, InvalidRequest
 
 if TYPE_CHECKING:
-    from app.chat import ChatTemplate
+    from app.chat_template import ChatTemplate
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -54,7 +54,7 @@ class Service:
     @cached_property
     def chat_template(self) -> "ChatTemplate | None":
         """The flag's or the model's; None when neither has one. Made on first use, since jinja2 is slow to import."""
-        from app.chat import ChatTemplate
+        from app.chat_template import ChatTemplate
 
         source = self.settings.chat_template_source or self.engine.tokenizer.chat_template
         return None if source is None else ChatTemplate(source, self.engine.tokenizer.special_token_texts)

@@ -174,7 +174,7 @@ def _compile_chat_template(settings: Settings) -> None:
     """Now, so that a wrong path or a broken template is an error of the command line and not of every request."""
     if settings.chat_template_source is None:
         return
-    from app.chat import ChatTemplate  # with jinja2, slow to import
+    from app.chat_template import ChatTemplate  # with jinja2, slow to import
 
     try:
         ChatTemplate(settings.chat_template_source, {})

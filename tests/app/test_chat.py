@@ -1,98 +1,14 @@
-"""POST /v1/chat/completions, and the templates that turn messages into prompts."""
+"""POST /v1/chat/completions, whole and streamed."""
 
 from typing import Any
 
 import pytest
 
-from app.chat import ChatTemplate, render_prompt
-from app.schemas import ChatMessage
-from core import InvalidRequest
-from tests.app.servers import CHAT_TEMPLATE, in_process, make_engine
+from tests.app.servers import in_process, make_engine
 from tests.app.test_completions import chunks
 
 HELLO = [{"role": "user", "content": "Hi"}]
 PROMPT = "user: Hi\nassistant: "
-
-
-def render(source: str, *messages: tuple[str, Any], **options: Any) -> str:
-    template = ChatTemplate(source, {"bos_token": "<s>"})
-    return render_prompt(template, [ChatMessage(role=role, content=content) for role, content in messages], **options)
-
-
-def test_messages_become_a_prompt_open_for_the_answer():
-    assert PROMPT == render(CHAT_TEMPLATE, ("user", "Hi"))
-    assert "user: Hi\n" == render(CHAT_TEMPLATE, ("user", "Hi"), add_generation_prompt=False)
-
-
-@pytest.mark.parametrize(
-    ("content", "text"),
-    [
-        ("Hi", "Hi"),
-        (None, ""),
-        ([], ""),
-        ([{"type": "text", "text": "a"}], "a"),
-        ([{"type": "text", "text": "a"}, {"type": "text", "text": "b"}], "a\nb"),
-    ],
-)
-def test_parts_are_joined_with_a_newline(content: Any, text: str):
-    assert f"user: {text}\n" == render(CHAT_TEMPLATE, ("user", content), add_generation_prompt=False)
-
-
-@pytest.mark.parametrize("part", [{"type": "image_url", "image_url": {"url": "x"}}, {"type": "text"}, {"text": "a"}])
-def test_parts_that_are_no_text_are_refused(part: dict[str, Any]):
-    with pytest.raises(InvalidRequest, match="text parts"):
-        render(CHAT_TEMPLATE, ("user", [part]))
-
-
-def test_the_last_message_can_be_continued():
-    text = render(
-        CHAT_TEMPLATE,
-        ("user", "Hi"),
-        ("assistant", "Hello th"),
-        add_generation_prompt=False,
-        continue_final_message=True,
-    )
-    assert "user: Hi\nassistant: Hello th" == text
-    with pytest.raises(InvalidRequest, match="last message of the assistant"):
-        render(CHAT_TEMPLATE, ("user", "Hi"), add_generation_prompt=False, continue_final_message=True)
-
-
-@pytest.mark.parametrize("content", ["d", "end", "im_end|>", "a", ""])
-def test_a_message_to_continue_is_cut_behind_its_text_whatever_the_text_is(content: str):
-    chatml = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content | trim }}<|im_end|>\n{% endfor %}"
-    options = {"add_generation_prompt": False, "continue_final_message": True}
-
-    assert f"<|im_start|>assistant\n{content}" == render(chatml, ("assistant", f"{content} "), **options)
-
-
-@pytest.mark.parametrize("source", ["{{ messages[0].content | upper }}", "{{ messages[0].role }}"])
-def test_a_message_that_the_template_changes_cannot_be_continued(source: str):
-    with pytest.raises(InvalidRequest, match="does not keep the last message"):
-        render(source, ("assistant", "x"), add_generation_prompt=False, continue_final_message=True)
-
-
-def test_templates_have_the_helpers_they_expect():
-    assert '<s>["é<"]' == render("{{ bos_token }}{{ ['é<'] | tojson }}", ("user", "x"))
-    assert 4 == len(render("{{ strftime_now('%Y') }}", ("user", "x")))
-    assert "ab" == render(
-        "{% for c in 'abc' %}{% if c == 'c' %}{% break %}{% endif %}{{ c }}{% endfor %}", ("user", "")
-    )
-    assert "a" == render("  {% if true %}\na{% endif %}", ("user", ""))
-
-
-@pytest.mark.parametrize(
-    "source",
-    [
-        "{{ raise_exception('roles must alternate') }}",
-        "{{ messages[7].content }}",
-        "{{ 1 + 'a' }}",
-        "{{ ''.__class__.__mro__ }}",
-        "{{ messages.append(1) }}",
-    ],
-)
-def test_what_a_template_refuses_is_the_requests_fault(source: str):
-    with pytest.raises(InvalidRequest, match="chat template refuses"):
-        render(source, ("user", "Hi"))
 
 
 async def test_a_models_own_broken_template_is_400_each_time():

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from app.chat import ChatTemplate
+from app.chat_template import ChatTemplate
 from core import EngineConfig, NewRequest, SamplingParams, load_engine
 from core.model.kv_cache import KVCache
 from core.model.transformer import Transformer, flat_batch

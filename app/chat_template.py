@@ -1,0 +1,118 @@
+"""Messages become a prompt by the model's template.
+
+Templates come with models, that is from strangers: they run in a sandbox. What a template raises is the request's
+fault (roles out of order, say), so it is 400 with the template's own words.
+"""
+
+import uuid
+from collections.abc import Mapping, Sequence
+from datetime import datetime
+from typing import Any, NoReturn
+
+from app.schemas import ChatMessage
+from core import InvalidRequest
+
+ROLES = {"system", "developer", "user", "assistant", "tool", "function"}
+TEXT_PARTS = {"text", "input_text", "output_text"}
+
+
+class ChatTemplate:
+    """A model's jinja2 template, with the few helpers that templates expect."""
+
+    def __init__(self, source: str, special_token_texts: Mapping[str, str]) -> None:
+        """Raises InvalidRequest when the source is no template."""
+        from jinja2 import TemplateSyntaxError
+        from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+        environment = ImmutableSandboxedEnvironment(
+            trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
+        )
+        environment.filters["tojson"] = _to_json
+        environment.globals["raise_exception"] = _raise_exception
+        environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
+        try:
+            self._template = environment.from_string(source)
+        except TemplateSyntaxError as error:  # its text has further lines, with the source
+            raise InvalidRequest(
+                f"the chat template is broken: line {error.lineno}: {error.message}", "messages"
+            ) from error
+        self._special_token_texts = dict(special_token_texts)
+
+    def render(self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool) -> str:
+        """The prompt's text. Raises InvalidRequest with what the template complains of."""
+        from jinja2 import TemplateError
+
+        try:
+            return self._template.render(
+                messages=messages,
+                add_generation_prompt=add_generation_prompt,
+                tools=None,
+                **self._special_token_texts,
+            )
+        except (TemplateError, TypeError, ValueError, LookupError, AttributeError) as error:
+            raise InvalidRequest(f"the chat template refuses the messages: {error}", "messages") from error
+
+
+def _raise_exception(message: str) -> NoReturn:
+    from jinja2 import TemplateError
+
+    raise TemplateError(message)
+
+
+def _to_json(value: Any, indent: int | None = None) -> str:
+    """JSON as it is: jinja2's own filter escapes for HTML, which models were not trained on."""
+    import json
+
+    return json.dumps(value, ensure_ascii=False, indent=indent)
+
+
+def render_prompt(
+    template: ChatTemplate,
+    messages: Sequence[ChatMessage],
+    *,
+    add_generation_prompt: bool = True,
+    continue_final_message: bool = False,
+) -> str:
+    """The text of a conversation, open for the assistant's next message or, on wish, for more of its last one."""
+    plain = [_plain(message, number) for number, message in enumerate(messages)]
+    if not continue_final_message:
+        return template.render(plain, add_generation_prompt=add_generation_prompt)
+    if add_generation_prompt or plain[-1]["role"] != "assistant":
+        raise InvalidRequest(
+            "continue_final_message needs add_generation_prompt false and a last message of the assistant",
+            "continue_final_message",
+        )
+    # Whatever the template puts behind the last message closes it, so it goes. It is found by a mark that is nowhere
+    # else: the message's own text may occur in what closes it, as "end" does in <|im_end|>.
+    last, mark = plain[-1]["content"].rstrip(), uuid.uuid4().hex
+    plain[-1]["content"] = last + mark
+    text, found, _ = template.render(plain, add_generation_prompt=False).rpartition(mark)
+    if not found or not text.endswith(last):
+        raise InvalidRequest("the chat template does not keep the last message as it is", "continue_final_message")
+    return text
+
+
+def _plain(message: ChatMessage, number: int) -> dict[str, Any]:
+    if message.role not in ROLES:
+        raise InvalidRequest(
+            f"messages[{number}].role is {message.role[:32]!r}, allowed are {sorted(ROLES)}", "messages"
+        )
+    extra = message.model_extra or {}
+    return {**extra, "role": message.role, "content": _content_text(message.content, number)}
+
+
+def _content_text(content: str | list[dict[str, Any]] | None, number: int) -> str:
+    """A message's text; parts are joined with a newline."""
+    if content is None or isinstance(content, str):
+        return content or ""
+    texts = []
+    for part in content:
+        text = part.get("text")
+        if part.get("type") not in TEXT_PARTS or not isinstance(text, str):
+            raise InvalidRequest(
+                f"messages[{number}].content has a part of type {str(part.get('type'))[:32]!r}, "
+                "this model takes text parts",
+                "messages",
+            )
+        texts.append(text)
+    return "\n".join(texts)
