@@ -32,6 +32,7 @@ from core.request import (
     SamplingParams,
     ScriptEntry,
     ScriptPiece,
+    StructuredOutput,
     TokenLogprobs,
 )
 from core.scheduling.scheduler import ContinuousBatchingScheduler, StepReport
@@ -67,6 +68,7 @@ __all__ = [
     "ScriptPiece",
     "SpeculativeConfig",
     "StepReport",
+    "StructuredOutput",
     "TokenLogprobs",
     "Tokenizer",
     "UnknownRequest",

@@ -14,12 +14,13 @@ import numpy as np
 
 from core.block_hash import encode_salt
 from core.config import EngineConfig
+from core.decoding.constraints import GrammarCompiler
 from core.errors import ContextLengthExceeded, EngineDead, InvalidRequest
 from core.memory.block_manager import BlockManager, blocks_needed
 from core.memory.host_tier import HostTier
 from core.memory.prefix_ghost import PrefixGhost
 from core.model.config import ModelConfig
-from core.request import NewRequest, Request, RequestOutput, SamplingParams
+from core.request import NewRequest, Request, RequestOutput, SamplingParams, StructuredOutput
 from core.scheduling.preemption import CostModel, always_swap
 from core.scheduling.scheduler import ContinuousBatchingScheduler
 from core.scripted import RequestScript, ScriptedRunner
@@ -85,6 +86,7 @@ class Engine:
         self._tier = HostTier(config.num_tier_slots) if config.num_tier_slots else None
         self._ghost = PrefixGhost(config.block_size, config.num_kv_blocks) if config.enable_prefix_caching else None
         self._runner: Execute = ScriptedRunner(execute) if config.enable_scripts else execute
+        self._grammars = GrammarCompiler(tokenizer)
         self._clock = clock
         self._block_manager = BlockManager(config.num_kv_blocks, config.block_size)
         self._scheduler = ContinuousBatchingScheduler(
@@ -117,7 +119,8 @@ class Engine:
             The parameters with `max_tokens` set: what was asked, or the room that the context leaves.
 
         Raises:
-            InvalidRequest: ids outside the vocabulary, an empty prompt, too many log-probabilities.
+            InvalidRequest: ids outside the vocabulary, an empty prompt, too many log-probabilities, a structured output
+                that cannot be honoured.
             ContextLengthExceeded: prompt and output do not fit the context.
         """
         if not prompt_token_ids:
@@ -129,6 +132,8 @@ class Engine:
             raise InvalidRequest(
                 f"logprobs is {params.num_logprobs}, allowed is [0, {self.config.max_logprobs}]", "logprobs"
             )
+        if params.structured_output is not None:
+            self.compile(params.structured_output)
         room = self._room_behind(len(prompt_token_ids))
         if params.max_tokens is None:
             return replace(params, max_tokens=room, min_tokens=min(params.min_tokens, room))
@@ -139,6 +144,14 @@ class Engine:
                 "max_tokens",
             )
         return params
+
+    def compile(self, wanted: StructuredOutput) -> None:
+        """Make a structured output ready, so that `check` and `add` find it. May take long; any thread may call it.
+
+        Raises:
+            InvalidRequest: it cannot be honoured.
+        """
+        self._grammars.compile(wanted)
 
     def _check_ids(self, name: str, token_ids: Iterable[int]) -> None:
         vocab_size = self.model_config.vocab_size
@@ -180,6 +193,8 @@ class Engine:
         self, new: NewRequest, request_id: str, choice: int, params: SamplingParams, siblings: Sequence[Request] = ()
     ) -> Request:
         script = RequestScript(new.script, self.tokenizer) if new.script is not None else None
+        # A script's author knows what it says.
+        wanted = params.structured_output if script is None else None
         # What a script computes is no KV of its tokens: nobody else may take it for that.
         salt = {**new.cache_salt, "script": ""} if script else dict(new.cache_salt)
         if not self.config.enable_prefix_caching:
@@ -193,12 +208,13 @@ class Engine:
             eos_token_ids=self.tokenizer.eos_token_ids,
             decoder=IncrementalDetokenizer(script or self.tokenizer),
             script=script,
+            constraint=None if wanted is None else self._grammars.compile(wanted).constraint(),
             cache_salt=encode_salt(salt),
             siblings=siblings,
             arrival_s=new.arrival_s,
         )
-        wanted = params.speculative_tokens
-        request.num_speculative_tokens = self._num_drafts if wanted is None else min(wanted, self._num_drafts)
+        num_drafts = params.speculative_tokens
+        request.num_speculative_tokens = self._num_drafts if num_drafts is None else min(num_drafts, self._num_drafts)
         return request
 
     def reset_prefix_cache(self) -> None:

@@ -9,7 +9,7 @@ tokenizer.
 import enum
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Literal, Protocol
 
 from core.block_hash import BlockHashes
 from core.errors import InvalidRequest
@@ -51,13 +51,39 @@ class Decoder(Protocol):
         """True while bytes of an unfinished character are held."""
 
 
+@dataclass(frozen=True, slots=True)
+class StructuredOutput:
+    """What the whole output must be. Plain and picklable; whether it can be honoured shows when it is compiled.
+
+    `value`: nothing for any JSON object, a JSON text for a schema, a regular expression (Rust's syntax, matched from
+    begin to end), the choices, or a grammar in llguidance's variant of Lark.
+    """
+
+    kind: Literal["json_object", "json_schema", "regex", "choice", "grammar"]
+    value: str | tuple[str, ...] = ""
+
+
+class Constraint(Protocol):
+    """A grammar's say on one request: a function of the output's token ids (`core.decoding.constraints`)."""
+
+    def allowed(self, token_ids: Sequence[int]) -> bytes:
+        """Which tokens may come behind this output: token i is bit i % 8 of byte i // 8."""
+
+    def is_complete(self, token_ids: Sequence[int]) -> bool:
+        """Whether nothing but an end may come behind this output."""
+
+    def num_allowed(self, token_ids: Sequence[int], draft: Sequence[int]) -> int:
+        """How many of the draft's tokens the grammar allows behind this output."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
     """How a request's tokens are drawn and when they end. Checked on construction (InvalidRequest).
 
     Fields mean what vLLM's mean. `max_tokens` None: up to the context's end. `top_k` 0 or -1: off. `seed`: int64 or
     None. `num_logprobs`: how many alternatives are reported with each token, None for no logprobs at all.
-    `speculative_tokens`: most draft tokens a step, None for the engine's own choice.
+    `speculative_tokens`: most draft tokens a step, None for the engine's own choice. `structured_output`: the grammar
+    that the output keeps to; it ends (with STOP) where nothing can follow, even before `min_tokens`.
     """
 
     max_tokens: int | None = 16
@@ -77,6 +103,7 @@ class SamplingParams:
     ignore_eos: bool = False
     num_logprobs: int | None = None
     speculative_tokens: int | None = None
+    structured_output: StructuredOutput | None = None
 
     def __post_init__(self) -> None:
         _in_range("temperature", self.temperature, 0, 2)
@@ -206,6 +233,7 @@ class Request:
         eos_token_ids: ids that end it unless `ignore_eos`.
         decoder: text of its tokens, for stop strings; None where nobody asks for text.
         script: tokens to say instead of the model's.
+        constraint: what the output must be; None for anything.
         cache_salt: goes into the hashes of its blocks; only requests with the same share them.
         siblings: further samples of the same prompt, born when it is computed.
         arrival_s: when the service received it, on the engine's clock.
@@ -222,6 +250,7 @@ class Request:
         eos_token_ids: frozenset[int] = frozenset(),
         decoder: Decoder | None = None,
         script: Script | None = None,
+        constraint: Constraint | None = None,
         cache_salt: bytes = b"",
         siblings: Sequence["Request"] = (),
         arrival_s: float = 0.0,
@@ -237,6 +266,7 @@ class Request:
         self.eos_token_ids = eos_token_ids
         self.decoder = decoder
         self.script = script
+        self.constraint = constraint
         self.cache_salt = cache_salt
         self.siblings = list(siblings)
         self.num_samples = 1 + len(siblings)  # of its prompt

@@ -1,8 +1,9 @@
 """From logits to a law, and from a law to a token.
 
-The order of processing: penalties, bias, end-of-sequence mask (min_tokens), temperature, then top_k, top_p and min_p,
-each on what the one before has left. Log-probabilities are of the raw law, before all of it. Everything here is a
-function of one row of logits, the request's parameters and its tokens so far; it looks at no other row.
+The order of processing: penalties, bias, the grammar's mask, end-of-sequence mask (min_tokens), temperature, then
+top_k, top_p and min_p, each on what the one before has left. Log-probabilities are of the raw law, before all of it.
+Everything here is a function of one row of logits, the request's parameters and its tokens so far; it looks at no
+other row.
 """
 
 from collections.abc import Sequence
@@ -12,7 +13,7 @@ from numpy.typing import NDArray
 
 from core.decoding.noise import Purpose, gumbel_noise
 from core.errors import NumericalFault
-from core.request import Request, SamplingParams, TokenLogprobs
+from core.request import Constraint, Request, SamplingParams, TokenLogprobs
 
 LOGPROB_FLOOR = -9999.0  # JSON has no infinity
 _FEW = 1024  # tokens tried first when a nucleus is cut out
@@ -39,9 +40,9 @@ def process_logits(logits_V: Floats, request: Request, extra: Sequence[int] = ()
     if params.logit_bias:
         logits_V = logits_V.copy()
         logits_V[list(params.logit_bias)] += np.fromiter(params.logit_bias.values(), np.float32)
-    if request.num_output_tokens + len(extra) < params.min_tokens:
-        logits_V = logits_V.copy()
-        logits_V[[*request.eos_token_ids, *params.stop_token_ids]] = -np.inf
+    if request.constraint is not None:
+        logits_V = _constrain(logits_V, request.constraint, [*request.output_token_ids, *extra])
+    logits_V = _put_off_ends(logits_V, request, request.num_output_tokens + len(extra))
     if not np.isfinite(logits_V.max()):
         raise NumericalFault("bias, penalties and min_tokens leave no token that may come next")
     if params.is_greedy:
@@ -50,6 +51,27 @@ def process_logits(logits_V: Floats, request: Request, extra: Sequence[int] = ()
         # Largest first, so that a tiny temperature overflows to -inf and never to inf - inf.
         scaled_V = np.asarray((logits_V.astype(np.float64) - logits_V.max()) / params.temperature, np.float64)
     return _keep_most_likely(scaled_V, params)
+
+
+def _constrain(logits_V: Floats, constraint: Constraint, output: Sequence[int]) -> Floats:
+    """-inf where the grammar says no, and for ids beyond the tokenizer's, with which a model's vocabulary is padded."""
+    bits = np.frombuffer(constraint.allowed(output), np.uint8)
+    is_allowed_V = np.unpackbits(bits, count=len(logits_V), bitorder="little").view(np.bool_)
+    return np.where(is_allowed_V, logits_V, -np.inf)
+
+
+def _put_off_ends(logits_V: Floats, request: Request, num_output_tokens: int) -> Floats:
+    """-inf at ends that must not come yet; a grammar that has nothing else to say ends all the same."""
+    params, constraint = request.params, request.constraint
+    if num_output_tokens < params.min_tokens:
+        put_off = [*request.eos_token_ids, *params.stop_token_ids]
+    elif params.ignore_eos and constraint is not None:  # behind an end nothing could follow
+        put_off = [*request.eos_token_ids]
+    else:
+        return logits_V
+    others_V = logits_V.copy()
+    others_V[put_off] = -np.inf
+    return others_V if constraint is None or others_V.max() > -np.inf else logits_V
 
 
 def _penalise(logits_V: Floats, request: Request, extra: Sequence[int]) -> Floats:

@@ -1,8 +1,9 @@
 """When a request ends, and what text may be shown before that.
 
 Tokens come one at a time, also when a step brings several, so an end inside an accepted run cuts the rest off. The
-order of tests for one token: end of sequence and stop ids, stop strings, length. Text that could still become a stop
-string, or a whole character, is held back; it leaves with whole tokens, so that log-probabilities stay aligned with it.
+order of tests for one token: end of sequence and stop ids, stop strings, end of the grammar, length. Text that could
+still become a stop string, or a whole character, is held back; it leaves with whole tokens, so that log-probabilities
+stay aligned with it.
 """
 
 from dataclasses import dataclass
@@ -73,6 +74,8 @@ class StopTracker:
         match = find_stop(self._held_text, request.params.stop, num_seen) if may_stop else None
         if match is not None:
             self._finish_at(*match)
+        elif request.constraint is not None and request.constraint.is_complete(request.output_token_ids):
+            self._finish(FinishReason.STOP)
         elif self._is_at_limit():
             self._finish(FinishReason.LENGTH)
         else:

@@ -1,0 +1,202 @@
+"""What a request's output may be: a JSON schema, a regular expression, some choices or a grammar, as masks over tokens.
+
+The parsing is llguidance's (https://github.com/guidance-ai/llguidance, an Earley parser over derivatives of regular
+expressions). It sees tokens as bytes, as `Tokenizer.token_bytes` has them, so one bridge serves every tokenizer. A
+mask allows each token whose bytes some text of the grammar goes on with, however that text would have been cut into
+tokens, and an end token where the text may end.
+
+A `Constraint` answers for token ids and remembers only to be quick: whoever asks about other ids than the last ones,
+since drafts were refused or a sibling went another way, gets what a new one would say.
+"""
+
+import json
+import re
+from collections import OrderedDict
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any
+
+from core.errors import InvalidRequest, NumericalFault
+from core.request import StructuredOutput
+from core.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from llguidance import LLMatcher, LLTokenizer
+
+MAX_COMPILED = 128  # grammars kept for the next request that asks for the same
+MAX_KEPT_MASKS = 64  # per request: more than a step's drafts, of which draft model and target both ask
+MAX_ERROR_LENGTH = 400
+
+# Tokenization is the model's affair: where only one text can follow, llguidance would allow the one token with which
+# its tokenizer begins that text, and the mask would no longer be a matter of the grammar alone.
+_OPTIONS = '\n%llguidance {"no_forcing": true}\n'
+# One space may follow a comma or a colon, none stand elsewhere: a model that likes blanks cannot write them for ever.
+_JSON_FORM = {"whitespace_flexible": False, "item_separator": ", ?", "key_separator": ": ?"}
+
+
+class Grammar:
+    """A compiled grammar, shared by the requests that ask for it."""
+
+    def __init__(self, template: "LLMatcher", end_bits: int) -> None:
+        self._template = template
+        self._end_bits = end_bits
+
+    def constraint(self) -> "Constraint":
+        """For one request, whose output has not begun."""
+        return Constraint(self._template, self._end_bits)
+
+
+class Constraint:
+    """One request's grammar. Not for several threads."""
+
+    def __init__(self, template: "LLMatcher", end_bits: int) -> None:
+        self._template = template
+        self._end_bits = end_bits
+        self._matcher = template.deep_copy()
+        self._token_ids: list[int] = []  # what the matcher has read
+        self._masks: OrderedDict[int, bytes] = OrderedDict()  # behind so many of them
+
+    def allowed(self, token_ids: Sequence[int]) -> bytes:
+        """Which tokens may come behind this output: token i is bit i % 8 of byte i // 8.
+
+        Behind ids that the grammar forbids stands what is allowed in the first forbidden one's place.
+
+        Raises:
+            NumericalFault: the parser has reached its limits, or no token can go on.
+        """
+        num_same = self._num_read(token_ids)
+        if num_same == len(token_ids) and (known := self._masks.get(num_same)) is not None:
+            return known
+        self._forget_behind(num_same)
+        self._read(token_ids[num_same:])
+        mask = self._masks.get(len(self._token_ids)) or self._matcher.compute_bitmask()
+        self._raise_if_failed()
+        self._masks[len(self._token_ids)] = mask
+        if len(self._masks) > MAX_KEPT_MASKS:
+            self._masks.popitem(last=False)
+        return mask
+
+    def is_complete(self, token_ids: Sequence[int]) -> bool:
+        """Whether nothing but an end may come behind this output. A fault is told by `allowed`, not here."""
+        try:
+            return not int.from_bytes(self.allowed(token_ids), "little") & ~self._end_bits
+        except NumericalFault:
+            return False
+
+    def num_allowed(self, token_ids: Sequence[int], draft: Sequence[int]) -> int:
+        """How many of the draft's tokens, one after the other, the grammar allows behind this output."""
+        self._forget_behind(self._num_read(token_ids))
+        self._read(token_ids[len(self._token_ids) :])
+        num = self._matcher.validate_tokens(list(draft))
+        self._raise_if_failed()
+        return num
+
+    def _num_read(self, token_ids: Sequence[int]) -> int:
+        """Length of what the matcher has read and `token_ids` begins with."""
+        pairs = zip(self._token_ids, token_ids, strict=False)
+        return next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(self._token_ids), len(token_ids)))
+
+    def _forget_behind(self, num: int) -> None:
+        if num == len(self._token_ids):
+            return
+        self._matcher.rollback(len(self._token_ids) - num)
+        del self._token_ids[num:]
+        self._masks = OrderedDict((n, mask) for n, mask in self._masks.items() if n <= num)
+
+    def _read(self, token_ids: Sequence[int]) -> None:
+        if token_ids:
+            num = self._matcher.try_consume_tokens(list(token_ids))
+            self._raise_if_failed()
+            self._token_ids += token_ids[:num]
+
+    def _raise_if_failed(self) -> None:
+        """A matcher that has failed says nothing any more; the next question begins with a new one."""
+        if self._matcher.is_error():
+            error = _in_one_line(self._matcher.get_error())
+            self._matcher = self._template.deep_copy()
+            self._token_ids, self._masks = [], OrderedDict()
+            raise NumericalFault(f"the grammar cannot be followed any further: {error}")
+
+
+class GrammarCompiler:
+    """Compiles for one tokenizer, and keeps what it compiled last. Any thread may call it."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._bridge: LLTokenizer | None = None
+        self.compile = lru_cache(MAX_COMPILED)(self._compile)
+
+    def _compile(self, wanted: StructuredOutput) -> Grammar:
+        """Raises InvalidRequest for what cannot be honoured, or not within the limits."""
+        from llguidance import LLMatcher, LLParserLimits
+
+        if self._bridge is None:
+            self._bridge = _bridge(self._tokenizer)
+        limits = LLParserLimits(verbose_errors=False)
+        template = LLMatcher(self._bridge, lark_of(wanted) + _OPTIONS, log_level=0, limits=limits)
+        if template.is_error():
+            raise InvalidRequest(
+                f"{wanted.kind} cannot be honoured: {_in_one_line(template.get_error())}", "structured_output"
+            )
+        return Grammar(template, sum(1 << token_id for token_id in self._bridge.eos_tokens))
+
+
+def lark_of(wanted: StructuredOutput) -> str:
+    """The same in llguidance's variant of Lark. Raises InvalidRequest for a schema that is no JSON object."""
+    from llguidance import regex_to_lark
+
+    value = wanted.value
+    if wanted.kind == "choice":
+        return f"start: {' | '.join(json.dumps(choice, ensure_ascii=False) for choice in value)}"
+    assert isinstance(value, str)
+    if wanted.kind == "grammar":
+        return value
+    if wanted.kind == "regex":
+        return f"start: /{regex_to_lark(value, '')}/"
+    schema = {"type": "object"} if wanted.kind == "json_object" else _schema(value)
+    return f"start: %json {json.dumps({**schema, 'x-guidance': _JSON_FORM})}"
+
+
+def _schema(text: str) -> dict[str, Any]:
+    schema = json.loads(text)
+    if schema is True:
+        return {}
+    if not isinstance(schema, dict):
+        raise InvalidRequest("json_schema must be an object", "structured_output")
+    return schema
+
+
+class _TokenizerBytes:
+    """A tokenizer's tokens as bytes, in the shape that llguidance's bridge takes."""
+
+    bos_token_id = None
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self.tokens = [tokenizer.token_bytes(token_id) for token_id in range(tokenizer.vocab_size)]
+        self.special_token_ids = [i for i, data in enumerate(self.tokens) if not data and tokenizer.token_text(i)]
+        for token_id in self.special_token_ids:
+            self.tokens[token_id] = tokenizer.token_text(token_id).encode()  # by this name a grammar can ask for it
+        ends = sorted(i for i in tokenizer.eos_token_ids if i < tokenizer.vocab_size)
+        if not ends:  # llguidance needs one: beyond the vocabulary, where no model can say it
+            ends = [len(self.tokens)]
+            self.tokens.append(b"<end>")
+            self.special_token_ids += ends
+        self.eos_token_ids = ends
+        self.eos_token_id = ends[0]
+
+    def __call__(self, text: bytes | str) -> list[int]:
+        """Tokens of a text; asked only where tokens are forced, which `_OPTIONS` rules out."""
+        return []
+
+
+def _bridge(tokenizer: Tokenizer) -> "LLTokenizer":
+    from llguidance import LLTokenizer, TokenizerWrapper
+
+    tokens = _TokenizerBytes(tokenizer)
+    return LLTokenizer(TokenizerWrapper(tokens), eos_token=tokens.eos_token_ids)
+
+
+def _in_one_line(error: str) -> str:
+    """The parser's message without the excerpt of the grammar behind it: what we wrote there is not the caller's."""
+    lines = [line.strip() for line in error.splitlines() if not re.match(r" *[0-9]+ \|", line)]
+    return " ".join(line for line in lines if line.strip("^"))[:MAX_ERROR_LENGTH]
