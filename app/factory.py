@@ -13,7 +13,7 @@ from starlette.middleware.cors import CORSMiddleware
 from app import chat, completions, errors, logs, models, ops
 from app.auth import Authentication
 from app.metrics import CountRequests
-from app.middleware import BodyLimit, RequestIdEcho
+from app.middleware import BodyLimits, ReaderLimit, RequestIdEcho
 from app.service import Service, package_version
 from app.settings import Settings
 from core import EMBEDDED_MODEL, Engine, load_engine
@@ -73,9 +73,10 @@ def _openapi(app: FastAPI) -> dict[str, Any]:
 
 def _add_middlewares(app: FastAPI, settings: Settings) -> None:
     """Innermost first. CORS is outermost: a browser's preflight has no key, and must see the headers on a 401 too."""
-    app.add_middleware(BodyLimit, max_bytes=settings.max_body_bytes)
+    app.add_middleware(ReaderLimit, timeout_s=settings.send_timeout)
     if settings.api_key:
         app.add_middleware(Authentication, keys=settings.api_key, protect_metrics=settings.protect_metrics)
+    app.add_middleware(BodyLimits, max_bytes=settings.max_body_bytes, timeout_s=settings.body_timeout)
     app.add_middleware(errors.Answer500)
     app.add_middleware(CountRequests)
     app.add_middleware(RequestIdEcho)

@@ -1,45 +1,119 @@
-"""What happens to every request before and after its route: body limit, and the caller's request id echoed.
+"""What happens to every request before and after its route: its body and its reader bounded, its id echoed.
 
 Plain ASGI, for streams pass through unbuffered and a client's leaving must be seen by the route.
 """
+
+import asyncio
+import logging
 
 from fastapi import HTTPException
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from app.errors import ApiError
+from app.errors import ApiError, ClientGone
+
+logger = logging.getLogger(__name__)
+
+# Of an answer's last piece: more than that is sent as if more would come, so that its end waits for its reader.
+MAX_UNWATCHED_BYTES = 2**16
 
 
-class BodyLimit:
-    """413 for bodies longer than the limit, before they are read whole."""
+def cut_connection(scope: Scope) -> None:
+    """Drop the connection of a request with whatever is still to be sent; where there is no server there is no way.
 
-    def __init__(self, app: ASGIApp, *, max_bytes: int) -> None:
+    Closing it would first wait for the client to read what it does not read.
+    """
+    if "app" in scope and (cut := getattr(scope["app"].state, "cut_connection", None)) is not None:
+        cut(scope)
+
+
+class BodyLimits:
+    """413 for bodies longer than the limit, before they are read whole; 408 for those that take too long to come."""
+
+    def __init__(self, app: ASGIApp, *, max_bytes: int, timeout_s: float) -> None:
         self._app = app
         self._max_bytes = max_bytes
+        self._timeout_s = timeout_s
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             return await self._app(scope, receive, send)
-        declared = Headers(scope=scope).get("content-length", "")
-        if declared.isdecimal() and int(declared) > self._max_bytes:
-            return await self._refusal().response()(scope, receive, send)
-        num_bytes = 0
+        body, headers = _Body(receive, self._max_bytes, self._timeout_s), Headers(scope=scope)
+        declared = headers.get("content-length", "")
+        try:
+            if declared.isdecimal() and int(declared) > self._max_bytes:
+                # The connection stays open: uvicorn throws the rest of the body away as it comes. Closing on a client
+                # that is still sending would reset the connection, and the client would never see the answer.
+                return await ApiError(413, body.too_long).response()(scope, receive, send)
+            return await self._app(scope, body.receive, send)
+        finally:
+            if not body.is_complete and (declared not in ("", "0") or "transfer-encoding" in headers):
+                # Answered without it. By then it has come, or another request, or nobody means it well.
+                asyncio.get_running_loop().call_later(self._timeout_s, cut_connection, scope)
 
-        async def counted() -> Message:
-            nonlocal num_bytes
-            message = await receive()
-            num_bytes += len(message.get("body", b""))
-            if num_bytes > self._max_bytes:  # FastAPI lets its own exceptions pass while it reads a body, no others
-                refusal = self._refusal()
-                raise HTTPException(refusal.status, refusal.message)
-            return message
 
-        return await self._app(scope, counted, send)
+class _Body:
+    """One request's body on its way in; the exceptions are those that FastAPI lets pass while it reads one."""
 
-    def _refusal(self) -> ApiError:
-        # The connection stays open: uvicorn throws the rest of the body away as it comes. Closing on a client that is
-        # still sending would reset the connection, and the client would never see the answer.
-        return ApiError(413, f"the body is longer than {self._max_bytes} bytes")
+    def __init__(self, receive: Receive, max_bytes: int, timeout_s: float) -> None:
+        self.is_complete = False
+        self.too_long = f"the body is longer than {max_bytes} bytes"
+        self._receive = receive
+        self._max_bytes = max_bytes
+        self._num_bytes = 0
+        self._timeout_s = timeout_s
+        self._deadline_s = asyncio.get_running_loop().time() + timeout_s
+
+    async def receive(self) -> Message:
+        try:
+            async with asyncio.timeout_at(None if self.is_complete else self._deadline_s):
+                message = await self._receive()
+        except TimeoutError:
+            late = f"the body was not complete within {self._timeout_s:g} s"
+            raise HTTPException(408, late, {"Connection": "close"}) from None
+        self.is_complete = not message.get("more_body", False)
+        self._num_bytes += len(message.get("body", b""))
+        if self._num_bytes > self._max_bytes:
+            raise HTTPException(413, self.too_long)
+        return message
+
+
+class ReaderLimit:
+    """Cuts the connection of a client that takes nothing of its answer for too long: it would hold it for ever."""
+
+    def __init__(self, app: ASGIApp, *, timeout_s: float) -> None:
+        self._app = app
+        self._timeout_s = timeout_s
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            return await self._app(scope, receive, send)
+        is_cut = False
+
+        async def send_in_time(message: Message) -> None:
+            nonlocal is_cut
+            try:
+                async with asyncio.timeout(self._timeout_s):
+                    await send(message)
+            except TimeoutError:
+                is_cut = True
+                logger.warning("connection is cut: its client reads nothing", extra={"path": scope["path"]})
+                cut_connection(scope)
+                raise ClientGone from None
+
+        async def send_watched(message: Message) -> None:
+            if len(message.get("body", b"")) > MAX_UNWATCHED_BYTES and not message.get("more_body", False):
+                await send_in_time({**message, "more_body": True})
+                message = {**message, "body": b""}
+            await send_in_time(message)
+
+        try:
+            await self._app(scope, receive, send_watched)
+        except Exception:
+            if not is_cut:  # else it tells no more than that
+                raise
+        # When it is cut: a moment for the transport to tell uvicorn, which would miss the end of the answer.
+        return await asyncio.sleep(0) if is_cut else None
 
 
 class RequestIdEcho:

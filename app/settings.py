@@ -96,6 +96,10 @@ class Settings(BaseSettings):
         default=None, ge=1, description="Threads of the numerics; default: usable cores less one."
     )
     max_body_bytes: HumanInt = Field(default=16 * 2**20, ge=1, description="Longest request body; beyond it 413.")
+    body_timeout: float = Field(default=60.0, gt=0, description="Seconds for a body to come whole; beyond them 408.")
+    send_timeout: float = Field(
+        default=60.0, ge=0, description="Seconds for a client to take more of its answer; beyond them it is cut off."
+    )
     shutdown_timeout: float = Field(default=30.0, ge=0, description="Seconds for open streams to end after SIGTERM.")
     log_level: LogLevel = Field(default="info", description="Of the server's own log.")
     uvicorn_log_level: LogLevel = Field(default="warning", description="Of the HTTP server's log.")

@@ -4,9 +4,6 @@ An event is one `data:` line. The status and the first event leave together, whe
 then a failure still has a real status code. Later failures are an event with an error object. Every stream ends with
 `data: [DONE]`: an end without it looks like success to official clients, and truncation would be silent. There are no
 `id:` and no `event:` lines: next to a comment, an `id:` makes the official Python client fail.
-
-A client that stays but stops reading would hold its task and its connection for ever, in a `send` that waits for room:
-after `SEND_TIMEOUT_S` it counts as gone, and the connection is cut.
 """
 
 import asyncio
@@ -18,7 +15,7 @@ from typing import Any, Protocol, TypeVar
 
 from pydantic import BaseModel
 from starlette.responses import Response
-from starlette.types import Message, Receive, Scope, Send
+from starlette.types import Receive, Scope, Send
 
 from app.errors import ClientGone, as_api_error
 from app.generation import Run
@@ -28,7 +25,6 @@ from core import RequestOutput
 logger = logging.getLogger(__name__)
 
 DONE = b"data: [DONE]\n\n"
-SEND_TIMEOUT_S = 60.0
 KEEP_ALIVE = b": keep-alive\n\n"
 T = TypeVar("T")
 HEADERS = {"cache-control": "no-cache", "x-accel-buffering": "no"}
@@ -73,27 +69,14 @@ async def chunk_events(run: Run, writer: ChunkWriter, options: StreamOptions) ->
 class EventStream(Response):
     """Sends what a generator of bytes yields, ready-made events or comments; [DONE] is added at the end."""
 
-    def __init__(
-        self, events: AsyncGenerator[bytes, None], headers: Mapping[str, str], *, send_timeout_s: float | None = None
-    ) -> None:
+    def __init__(self, events: AsyncGenerator[bytes, None], headers: Mapping[str, str]) -> None:
         super().__init__(headers={**HEADERS, **headers}, media_type="text/event-stream")
         del self.headers["content-length"]  # of the empty body that Response assumed
         self._events = events
-        self._send_timeout_s = SEND_TIMEOUT_S if send_timeout_s is None else send_timeout_s
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        async def send_in_time(message: Message) -> None:
-            try:
-                async with asyncio.timeout(self._send_timeout_s):
-                    await send(message)
-            except TimeoutError:
-                logger.warning("stream is cut: its client reads nothing", extra={"path": scope.get("path")})
-                if "app" in scope:
-                    _cut_connection(scope)
-                raise ClientGone from None
-
         with suppress(ClientGone):
-            await while_connected(receive, self._send_all(send_in_time))
+            await while_connected(receive, self._send_all(send))
 
     async def _send_all(self, send: Send) -> None:
         is_started = False
@@ -117,12 +100,6 @@ class EventStream(Response):
 
     async def _start(self, send: Send) -> None:
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
-
-
-def _cut_connection(scope: Scope) -> None:
-    """Closing would first wait for what is still to be sent to be read. Where there is no server there is no way."""
-    if (cut := getattr(scope["app"].state, "cut_connection", None)) is not None:
-        cut(scope)
 
 
 async def while_connected(receive: Receive, work: Coroutine[Any, Any, T]) -> T:

@@ -1,10 +1,14 @@
-"""Around every request: bodies are bounded, and the caller's request id comes back."""
+"""Around every request: bodies and readers are bounded, and the caller's request id comes back."""
 
+import asyncio
+import json
 from collections.abc import AsyncIterator
+from typing import Any
 
 import pytest
 
-from tests.app.servers import in_process, live
+from app.middleware import MAX_UNWATCHED_BYTES, ReaderLimit
+from tests.app.servers import Gate, RunningServer, in_process, live, make_engine
 
 
 async def pieces(num_pieces: int, sent: list[int], *, num_bytes: int = 1000) -> AsyncIterator[bytes]:
@@ -40,6 +44,87 @@ async def test_a_body_of_just_the_limit_is_read():
         response = await server.client.post("/v1/completions", content=pieces(10, []))
 
     assert 400 == response.status_code
+
+
+@pytest.mark.parametrize("framing", ["Content-Length: 1000", "Transfer-Encoding: chunked"])
+async def test_a_body_that_does_not_come_in_time_is_408_and_the_connection_closes(framing: str):
+    async with live(body_timeout=0.05) as server:
+        answer = await sent_and_read(server, f"POST /v1/completions HTTP/1.1\r\nHost: x\r\n{framing}\r\n\r\n")
+
+    head, _, body = answer.partition(b"\r\n\r\n")
+    assert head.startswith(b"HTTP/1.1 408 ")
+    assert "not complete within 0.05 s" in json.loads(body)["error"]["message"]
+
+
+@pytest.mark.parametrize(("num_bytes", "status"), [(10**7, b"401"), (10**9, b"413")])
+async def test_who_has_his_answer_cannot_hold_the_connection_by_sending_on(num_bytes: int, status: bytes):
+    """What trickles in keeps uvicorn's own timer from running."""
+    fields = {"body_timeout": 0.05, "api_key": ("k",)}
+    key = "" if status == b"401" else "Authorization: Bearer k\r\n"
+    async with live(**fields) as server:
+        reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
+        writer.write(f"POST /v1/completions HTTP/1.1\r\nHost: x\r\n{key}Content-Length: {num_bytes}\r\n\r\n".encode())
+        answer = await reader.readuntil(b"\r\n")
+        while not reader.at_eof() and reader.exception() is None:
+            writer.write(b"x")
+            await asyncio.sleep(0)
+        writer.close()
+
+    assert status == answer.split()[1]
+
+
+async def test_an_answer_may_take_longer_than_its_body_may():
+    gate = Gate()
+    async with live(make_engine(gate), body_timeout=0.05) as server, gate:
+        asked = asyncio.create_task(server.complete(prompt="p", max_tokens=1))
+        await sent_and_read(server, "POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 9\r\n\r\n")
+        gate.open()
+
+        assert 200 == (await asked).status_code
+
+
+async def sent_and_read(server: RunningServer, text: str) -> bytes:
+    """All that comes back, to the end of the connection."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
+    writer.write(text.encode())
+    try:
+        return await reader.read()
+    except ConnectionResetError:  # cut, which is as good an end
+        return b""
+    finally:
+        writer.close()
+
+
+async def test_a_client_that_takes_nothing_of_its_answer_counts_as_gone():
+    sent: list[Any] = []
+
+    async def application(scope: Any, receive: Any, send: Any) -> None:
+        while True:
+            await send({"type": "http.response.body", "body": b"x", "more_body": True})
+
+    async def send(message: Any) -> None:
+        if len(sent) == 2:
+            await asyncio.Event().wait()
+        sent.append(message)
+
+    await ReaderLimit(application, timeout_s=0)({"type": "http", "path": "/"}, asyncio.Event().wait, send)
+
+    assert 2 == len(sent)
+
+
+async def test_the_end_of_a_long_answer_waits_for_its_reader():
+    """What is sent in one piece is in the transport's buffer at once; only a second piece can wait for room there."""
+    sent: list[Any] = []
+
+    async def application(scope: Any, receive: Any, send: Any) -> None:
+        await send({"type": "http.response.body", "body": b"x" * (MAX_UNWATCHED_BYTES + 1)})
+
+    async def send(message: Any) -> None:
+        sent.append((len(message["body"]), message.get("more_body", False)))
+
+    await ReaderLimit(application, timeout_s=1)({"type": "http", "path": "/"}, asyncio.Event().wait, send)
+
+    assert [(MAX_UNWATCHED_BYTES + 1, True), (0, False)] == sent
 
 
 async def test_the_callers_request_id_comes_back_on_every_answer():

@@ -101,28 +101,6 @@ async def test_when_the_client_leaves_the_generator_is_closed_at_once():
     assert b"data: 1\n\n" == connection.body
 
 
-async def test_a_client_that_reads_nothing_counts_as_gone():
-    closed = asyncio.Event()
-    connection = Connection()
-
-    async def endless() -> AsyncGenerator[bytes, None]:
-        try:
-            while True:
-                yield b"data: 1\n\n"
-        finally:
-            closed.set()
-
-    async def send(message: Any) -> None:
-        if len(connection.sent) == 2:
-            await asyncio.Event().wait()
-        await connection.send(message)
-
-    await EventStream(endless(), {}, send_timeout_s=0)({"type": "http"}, connection.receive, send)
-
-    assert closed.is_set()
-    assert b"data: 1\n\n" == connection.body
-
-
 async def test_work_is_finished_while_the_client_stays():
     connection = Connection()
 
