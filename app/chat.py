@@ -10,6 +10,7 @@ from starlette.responses import Response
 from app import sse
 from app.chat_template import render_prompt
 from app.generation import Ask, Job, parse_script, renamed, sampling_params, shown_reason, stream_options
+from app.parts import Call, CallArguments, CallStart, Part, PartReader, Text
 from app.schemas import (
     AssistantMessage,
     ChatChoice,
@@ -19,11 +20,16 @@ from app.schemas import (
     ChatRequest,
     ChatResponse,
     Delta,
+    FunctionCallDelta,
+    MadeFunctionCall,
+    MadeToolCall,
     TokenLogprob,
+    ToolCallDelta,
     TopLogprob,
     Usage,
 )
 from app.service import Service, ServiceOf, trace_id
+from app.tools import ToolUse, tool_use
 from core import InvalidRequest, OutputToken, RequestOutput, SamplingParams, Tokenizer
 
 router = APIRouter()
@@ -35,9 +41,10 @@ async def create_chat_completion(body: ChatRequest, request: Request, service: S
     arrival_s = time.monotonic()
     body.refuse_unsupported()
     options = stream_options(body)
-    ask = await _ask(service, body, request, arrival_s)
+    tools = tool_use(body)
+    ask = await _ask(service, body, tools, request, arrival_s)
     job = await service.prepare(ask)
-    writer = _Writer(job, body, service.engine.tokenizer, service.fingerprint)
+    writer = _Writer(job, body, tools, service.engine.tokenizer, service.fingerprint)
     headers = {"x-request-id": job.trace_id}
     if body.stream:
         return sse.EventStream(sse.chunk_events(service.run(job), writer, options), headers)
@@ -46,7 +53,7 @@ async def create_chat_completion(body: ChatRequest, request: Request, service: S
     return Response(content, headers=headers, media_type="application/json")
 
 
-async def _ask(service: Service, body: ChatRequest, request: Request, arrival_s: float) -> Ask:
+async def _ask(service: Service, body: ChatRequest, tools: ToolUse, request: Request, arrival_s: float) -> Ask:
     model = service.check_model(body.model)
     params = _params(body)
     script = parse_script(body.script, is_enabled=service.settings.enable_scripts)
@@ -54,6 +61,7 @@ async def _ask(service: Service, body: ChatRequest, request: Request, arrival_s:
         render_prompt,
         service.require_chat_template(),
         body.messages,
+        tools=tools.definitions,
         add_generation_prompt=body.add_generation_prompt is not False,
         continue_final_message=bool(body.continue_final_message),
     )
@@ -105,14 +113,16 @@ async def _complete(service: Service, job: Job, writer: "_Writer") -> ChatRespon
 
 
 class _Writer:
-    """Writes the choices of one job. Remembers which choices have begun."""
+    """Writes the choices of one job. Remembers of each choice that has begun how far its text is read."""
 
-    def __init__(self, job: Job, body: ChatRequest, tokenizer: Tokenizer, fingerprint: str) -> None:
+    def __init__(self, job: Job, body: ChatRequest, tools: ToolUse, tokenizer: Tokenizer, fingerprint: str) -> None:
         self._job = job
         self._body = body
+        self._tools = tools
         self._tokenizer = tokenizer
         self._fingerprint = fingerprint
-        self._begun: set[int] = set()
+        self._readers: dict[int, PartReader] = {}
+        self._calling: set[int] = set()
 
     def head(self) -> dict[str, Any]:
         """What every chunk has."""
@@ -125,11 +135,12 @@ class _Writer:
     def whole(self, index: int, output: RequestOutput) -> ChatChoice:
         reason = shown_reason(output)
         assert reason is not None
+        text, calls = self._tools.read(output.text, reason)
         return ChatChoice(
             index=index,
-            message=AssistantMessage(role="assistant", content=output.text, refusal=None),
+            message=_message(text, calls),
             logprobs=self._logprobs(output.tokens),
-            finish_reason=reason,
+            finish_reason=self._tools.reason(reason, has_calls=bool(calls)),
             stop_reason=output.stop_reason,
             **self._token_ids(output),
         )
@@ -141,24 +152,34 @@ class _Writer:
         return self.chunk([], {"usage": usage})
 
     def deltas(self, index: int, output: RequestOutput, extra: Mapping[str, Any]) -> Iterator[ChatChunk]:
-        """The role before a choice's first text, the text if there is some, and an empty delta with the reason."""
-        if index not in self._begun:
-            ids = {} if self._begun else self.prompt_ids()
-            self._begun.add(index)
-            yield self.chunk([_chunk_choice(index, Delta(role="assistant", content=""))], {**extra, **ids})
-        if output.text or output.tokens:
-            choice = ChatChunkChoice(
-                index=index,
-                delta=Delta(content=output.text),
-                logprobs=self._logprobs(output.tokens),
-                finish_reason=None,
-                **self._token_ids(output),
-            )
+        """The role before a choice's first part, a delta for each part, and an empty one with the reason."""
+        if index not in self._readers:
+            ids = {} if self._readers else self.prompt_ids()
+            self._readers[index] = self._tools.reader()
+            content = None if self._tools.must_call else ""
+            yield self.chunk([_chunk_choice(index, Delta(role="assistant", content=content))], {**extra, **ids})
+        for number, delta in enumerate(self._part_deltas(index, output)):
+            choice = _chunk_choice(index, delta)
+            if number == 0:  # the first one has the tokens of them all
+                choice = choice.model_copy(
+                    update={"logprobs": self._logprobs(output.tokens), **self._token_ids(output)}
+                )
             yield self.chunk([choice], extra)
-        if output.is_finished:
+        if (reason := shown_reason(output)) is not None:
             choice = _chunk_choice(index, Delta())
-            choice.finish_reason, choice.stop_reason = shown_reason(output), output.stop_reason
+            choice.finish_reason = self._tools.reason(reason, has_calls=index in self._calling)
+            choice.stop_reason = output.stop_reason
             yield self.chunk([choice], extra)
+
+    def _part_deltas(self, index: int, output: RequestOutput) -> list[Delta]:
+        """At least one where there are tokens: what is held back may be their text, but not that they came."""
+        reader = self._readers[index]
+        parts = [*reader.feed(output.text), *(reader.finish() if output.is_finished else ())]
+        if any(isinstance(part, CallStart) for part in parts):
+            self._calling.add(index)
+        if not parts and output.tokens:
+            return [Delta(content="") if self._tools.choice == "none" else Delta()]
+        return [_delta(part) for part in parts]
 
     def _token_ids(self, output: RequestOutput) -> dict[str, Any]:
         return {"token_ids": [token.token_id for token in output.tokens]} if self._body.return_token_ids else {}
@@ -186,3 +207,23 @@ class _Writer:
 
 def _chunk_choice(index: int, delta: Delta) -> ChatChunkChoice:
     return ChatChunkChoice(index=index, delta=delta, logprobs=None, finish_reason=None)
+
+
+def _message(text: str, calls: Sequence[Call]) -> AssistantMessage:
+    made = [
+        MadeToolCall(id=call.id, type="function", function=MadeFunctionCall(name=call.name, arguments=call.arguments))
+        for call in calls
+    ]
+    content = None if calls and not text else text
+    return AssistantMessage(role="assistant", content=content, refusal=None, **({"tool_calls": made} if made else {}))
+
+
+def _delta(part: Part) -> Delta:
+    match part:
+        case Text(text):
+            return Delta(content=text)
+        case CallStart(index, id_, name):
+            function = FunctionCallDelta(name=name, arguments="")
+            return Delta(tool_calls=[ToolCallDelta(index=index, id=id_, type="function", function=function)])
+        case CallArguments(index, piece):
+            return Delta(tool_calls=[ToolCallDelta(index=index, function=FunctionCallDelta(arguments=piece))])

@@ -10,6 +10,7 @@ from app.chat_template import render_prompt
 from app.generation import encode
 from app.schemas import DetokenizeRequest, DetokenizeResponse, TokenizeRequest, TokenizeResponse
 from app.service import Service, ServiceOf
+from app.tools import definitions
 from core import Engine, InvalidRequest, Tokenizer
 
 router = APIRouter()
@@ -92,7 +93,12 @@ def _tokens(service: Service, body: TokenizeRequest) -> Sequence[int]:
         return encode(service.engine, body.prompt, add_special_tokens=adds_special is not False).token_ids
     assert body.messages is not None
     template = service.require_chat_template()
-    text = render_prompt(template, body.messages, add_generation_prompt=body.add_generation_prompt is not False)
+    text = render_prompt(
+        template,
+        body.messages,
+        tools=definitions(body.tools or ()),
+        add_generation_prompt=body.add_generation_prompt is not False,
+    )
     return encode(service.engine, text, add_special_tokens=bool(adds_special), param="messages").token_ids
 
 

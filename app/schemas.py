@@ -19,6 +19,7 @@ logger = logging.getLogger(__name__)
 MAX_CHOICES = 128
 MAX_BEST_OF = 20
 MAX_PROMPTS = 1024
+MAX_TOOLS = 128
 
 # Values of known fields that ask for nothing we lack. Whatever else is sent there is refused.
 UNSUPPORTED: dict[str, tuple[Any, ...]] = {
@@ -31,8 +32,6 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     # chat
     "echo": (False,),
     "best_of": (1,),
-    "tools": (),
-    "tool_choice": ("none", "auto"),
     "functions": (),
     "function_call": ("none", "auto"),
     "response_format": ({"type": "text"},),
@@ -65,7 +64,6 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
 # Fields of OpenAI's that ask nothing of an engine: labels, bookkeeping, hints.
 HARMLESS = {
     "metadata",
-    "parallel_tool_calls",
     "prompt_cache_key",
     "prompt_cache_retention",
     "reasoning_effort",
@@ -173,9 +171,52 @@ class CompletionRequest(GenerationRequest):
     add_special_tokens: bool | None = None
 
 
+class FunctionCall(StrictModel):
+    name: str
+    arguments: str
+
+
+class ToolCall(StrictModel):
+    """A call that the model has made, as it comes back in the messages."""
+
+    id: str | None = None
+    type: Literal["function"] = "function"
+    function: FunctionCall
+
+
 class ChatMessage(StrictModel):
     role: str
     content: str | list[dict[str, Any]] | None = None
+    tool_calls: list[ToolCall] | None = None
+    tool_call_id: str | None = None
+
+
+FunctionName = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_-]{1,64}$")]
+
+
+class FunctionDefinition(StrictModel):
+    name: FunctionName
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class Tool(StrictModel):
+    type: Literal["function"]
+    function: FunctionDefinition
+
+
+class NamedFunction(StrictModel):
+    name: str
+
+
+class NamedToolChoice(StrictModel):
+    type: Literal["function"]
+    function: NamedFunction
+
+
+Tools = Annotated[list[Tool], Field(min_length=1, max_length=MAX_TOOLS)]
+ToolChoice = Literal["none", "auto", "required"] | NamedToolChoice
 
 
 class ChatRequest(GenerationRequest):
@@ -183,6 +224,9 @@ class ChatRequest(GenerationRequest):
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0)] | None = None
+    tools: Tools | None = None
+    tool_choice: ToolChoice | None = None
+    parallel_tool_calls: bool | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     add_special_tokens: bool | None = None
@@ -192,6 +236,7 @@ class TokenizeRequest(StrictModel):
     model: str | None = None
     prompt: str | None = None
     messages: Annotated[list[ChatMessage], Field(min_length=1)] | None = None
+    tools: Tools | None = None
     add_special_tokens: bool | None = None
     add_generation_prompt: bool | None = None
     return_token_strs: bool | None = None
@@ -214,6 +259,7 @@ class Usage(BaseModel):
 
 
 FinishReason = Literal["stop", "length"]
+ChatFinishReason = FinishReason | Literal["tool_calls"]
 
 
 class CompletionLogprobs(BaseModel):
@@ -262,22 +308,49 @@ class ChatLogprobs(BaseModel):
     refusal: None = None
 
 
+class MadeFunctionCall(BaseModel):
+    name: str
+    arguments: str
+
+
+class MadeToolCall(BaseModel):
+    id: str
+    type: Literal["function"]
+    function: MadeFunctionCall
+
+
 class AssistantMessage(BaseModel):
     role: Literal["assistant"]
-    content: str
+    content: str | None
     refusal: None
+    tool_calls: list[MadeToolCall] | None = None
+
+
+class FunctionCallDelta(BaseModel):
+    name: str | None = None
+    arguments: str
+
+
+class ToolCallDelta(BaseModel):
+    """A call's first delta has everything but arguments, its others have nothing else."""
+
+    index: int
+    id: str | None = None
+    type: Literal["function"] | None = None
+    function: FunctionCallDelta
 
 
 class Delta(BaseModel):
     role: Literal["assistant"] | None = None
     content: str | None = None
+    tool_calls: list[ToolCallDelta] | None = None
 
 
 class ChatChoice(BaseModel):
     index: int
     message: AssistantMessage
     logprobs: ChatLogprobs | None
-    finish_reason: FinishReason
+    finish_reason: ChatFinishReason
     stop_reason: str | int | None
     token_ids: list[int] | None = None
 
@@ -297,7 +370,7 @@ class ChatChunkChoice(BaseModel):
     index: int
     delta: Delta
     logprobs: ChatLogprobs | None
-    finish_reason: FinishReason | None
+    finish_reason: ChatFinishReason | None
     stop_reason: str | int | None = None
     token_ids: list[int] | None = None
 

@@ -1,5 +1,6 @@
 """Templates that turn messages into prompts."""
 
+import json
 from typing import Any
 
 import pytest
@@ -12,9 +13,13 @@ from tests.app.servers import CHAT_TEMPLATE
 PROMPT = "user: Hi\nassistant: "
 
 
-def render(source: str, *messages: tuple[str, Any], **options: Any) -> str:
+def render_messages(source: str, messages: list[dict[str, Any]], **options: Any) -> str:
     template = ChatTemplate(source, {"bos_token": "<s>"})
-    return render_prompt(template, [ChatMessage(role=role, content=content) for role, content in messages], **options)
+    return render_prompt(template, [ChatMessage(**message) for message in messages], **options)
+
+
+def render(source: str, *messages: tuple[str, Any], **options: Any) -> str:
+    return render_messages(source, [{"role": role, "content": content} for role, content in messages], **options)
 
 
 def test_messages_become_a_prompt_open_for_the_answer():
@@ -91,3 +96,47 @@ def test_templates_have_the_helpers_they_expect():
 def test_what_a_template_refuses_is_the_requests_fault(source: str):
     with pytest.raises(InvalidRequest, match="chat template refuses"):
         render(source, ("user", "Hi"))
+
+
+TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
+CALLED = {
+    "role": "assistant",
+    "tool_calls": [{"id": "c", "type": "function", "function": {"name": "f", "arguments": '{"a": 1}'}}],
+}
+RESULT = {"role": "tool", "tool_call_id": "c", "content": [{"type": "text", "text": "7"}]}
+
+
+def test_a_template_that_knows_tools_is_given_them_and_the_calls_as_objects():
+    source = (
+        "{% if tools %}{{ tools | tojson }}\n{% endif %}"
+        "{% for m in messages %}{{ m.role }}:{{ m.content }}{{ m.tool_call_id }}"
+        "{% for c in m.tool_calls %}{{ c.function.name }}{{ c.function.arguments | tojson }}{% endfor %};{% endfor %}"
+    )
+    messages = [{"role": "user", "content": "Hi"}, CALLED, RESULT]
+
+    assert f'[{json.dumps(TOOL)}]\nuser:Hi;assistant:f{{"a": 1}};tool:7c;' == render_messages(
+        source, messages, tools=[TOOL]
+    )
+    assert "user:Hi;" == render_messages(source, messages[:1])
+
+
+def test_for_a_template_that_does_not_they_are_put_into_words():
+    text = render_messages(CHAT_TEMPLATE, [{"role": "user", "content": "Hi"}, CALLED, RESULT], tools=[TOOL])
+    system, _, rest = text.partition("user: Hi\n")
+
+    assert system.startswith("system: # Tools")
+    assert json.dumps(TOOL) in system
+    assert 'assistant: <tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call>\n' in rest
+    assert rest.endswith("user: <tool_response>\n7\n</tool_response>\nassistant: ")
+
+
+def test_a_call_that_was_cut_goes_back_as_the_text_that_it_is():
+    call = {"type": "function", "function": {"name": "f", "arguments": '{"a": '}}
+    source = "{{ tools }}{{ messages[0].tool_calls[0].function.arguments }}"
+
+    assert 'None{"a": ' == render_messages(source, [{"role": "assistant", "tool_calls": [call]}])
+
+
+def test_the_legacy_form_of_calls_is_refused():
+    with pytest.raises(InvalidRequest, match=r"messages\[0\].function_call is not supported"):
+        render_messages("", [{"role": "assistant", "function_call": {"name": "f", "arguments": "{}"}}])

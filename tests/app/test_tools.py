@@ -1,0 +1,208 @@
+"""Tools in POST /v1/chat/completions, whole and streamed."""
+
+import json
+from functools import partial
+from typing import Any
+
+import pytest
+
+from app.schemas import ChatRequest
+from app.tools import definitions, tool_use
+from tests.app.servers import in_process
+from tests.app.test_completions import chunks
+
+HELLO = [{"role": "user", "content": "Hi"}]
+CALL = ["<tool_", "call>", '{"name": "f", "argu', 'ments": {"a', '": 1}', "}", "</tool_call>"]
+ARGUMENTS = '{"a": 1}'
+FORCED = {"type": "function", "function": {"name": "f"}}
+
+
+def tool(name: str = "f", **fields: Any) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": name, "parameters": {"type": "object"}, **fields}}
+
+
+TOOLS = [tool("f"), tool("g")]
+
+
+with_room = partial(in_process, num_kv_blocks=512)  # tools take hundreds of tokens in words
+
+
+def assemble(events: list[dict[str, Any]], index: int = 0) -> dict[str, Any]:
+    """One choice's message as clients put it together from a stream."""
+    content, calls, reasons = None, {}, []
+    for choice in (c for event in events for c in event["choices"] if c["index"] == index):
+        delta = choice["delta"]
+        reasons.append(choice["finish_reason"])
+        if delta.get("content") is not None:
+            content = (content or "") + delta["content"]
+        for piece in delta.get("tool_calls", []):
+            if "id" in piece:
+                assert piece["index"] == len(calls)
+                assert ("function", "") == (piece["type"], piece["function"]["arguments"])
+                calls[piece["index"]] = [piece["id"], piece["function"]["name"], ""]
+            else:
+                assert {"index", "function"} == set(piece)
+                assert {"arguments"} == set(piece["function"])
+                calls[piece["index"]][2] += piece["function"]["arguments"]
+    assert [None] * (len(reasons) - 1) == reasons[:-1]
+    assert len(calls) == len({call[0] for call in calls.values()})
+    return {"content": content, "calls": [tuple(call[1:]) for call in calls.values()], "reason": reasons[-1]}
+
+
+def plain(body: dict[str, Any], index: int = 0) -> dict[str, Any]:
+    choice = body["choices"][index]
+    message = choice["message"]
+    calls = [(c["function"]["name"], c["function"]["arguments"]) for c in message.get("tool_calls", [])]
+    return {"content": message["content"], "calls": calls, "reason": choice["finish_reason"]}
+
+
+async def test_a_call_has_openais_shape():
+    async with with_room() as server:
+        body = (await server.chat(messages=HELLO, tools=TOOLS, script=CALL)).json()
+
+    (choice,) = body["choices"]
+    (call,) = choice["message"]["tool_calls"]
+    assert call["id"].startswith("call_")
+    assert {"id": call["id"], "type": "function", "function": {"name": "f", "arguments": ARGUMENTS}} == call
+    assert {"role": "assistant", "content": None, "refusal": None, "tool_calls": [call]} == choice["message"]
+    assert "tool_calls" == choice["finish_reason"]
+
+
+@pytest.mark.parametrize(
+    ("script", "content", "calls", "reason"),
+    [
+        (["Hel", "lo"], "Hello", 0, "stop"),
+        (["Wait. ", *CALL], "Wait.", 1, "tool_calls"),
+        ([*CALL, "\n", *CALL], None, 2, "tool_calls"),
+        (["<tool_call>", "oops", "</tool_call>"], "<tool_call>oops</tool_call>", 0, "stop"),
+        ([["<tool_call>", '{"name": "f", "arguments": {"a": 1}}', "</tool_call>"], "!"], "!", 1, "tool_calls"),
+    ],
+)
+async def test_a_stream_assembles_to_the_whole_answer(script: Any, content: str | None, calls: int, reason: str):
+    async with with_room() as server:
+        asked = {"messages": HELLO, "tools": TOOLS, "script": script}
+        whole = plain((await server.chat(**asked)).json())
+        events = chunks(await server.chat(**asked, stream=True))
+
+    assert {"content": content, "calls": [("f", ARGUMENTS)] * calls, "reason": reason} == whole
+    assert {**whole, "content": content or ""} == assemble(events)  # a stream's role comes with '' before all else
+
+
+async def test_a_call_that_the_limit_cuts_ends_with_length():
+    async with with_room() as server:
+        asked = {"messages": HELLO, "tools": TOOLS, "script": CALL, "max_tokens": 4}
+        whole = plain((await server.chat(**asked)).json())
+        streamed = assemble(chunks(await server.chat(**asked, stream=True)))
+
+    assert {"content": None, "calls": [("f", '{"a')], "reason": "length"} == whole
+    assert {**whole, "content": ""} == streamed
+
+
+async def test_arguments_stream_in_pieces_and_tokens_stay_with_what_they_wrote():
+    async with with_room() as server:
+        asked = {"messages": HELLO, "tools": TOOLS, "script": CALL, "logprobs": True, "return_token_ids": True}
+        whole = (await server.chat(**asked)).json()["choices"][0]
+        events = chunks(await server.chat(**asked, stream=True))
+
+    choices = [event["choices"][0] for event in events]
+    pieces = [c["delta"]["tool_calls"][0]["function"]["arguments"] for c in choices if "tool_calls" in c["delta"]]
+    assert ["", '{"a', '": 1}'] == pieces
+    assert whole["token_ids"] == [id_ for choice in choices for id_ in choice.get("token_ids", [])]
+    logprobs = [token for choice in choices if choice["logprobs"] for token in choice["logprobs"]["content"]]
+    assert whole["logprobs"]["content"] == logprobs
+
+
+async def test_every_choice_has_its_own_calls():
+    async with with_room() as server:
+        asked = {"messages": HELLO, "tools": TOOLS, "script": CALL, "n": 2}
+        whole = (await server.chat(**asked)).json()
+        events = chunks(await server.chat(**asked, stream=True))
+
+    for index in (0, 1):
+        assert [("f", ARGUMENTS)] == plain(whole, index)["calls"] == assemble(events, index)["calls"]
+
+
+async def test_without_parallel_calls_there_is_one():
+    async with with_room() as server:
+        asked = {"messages": HELLO, "tools": TOOLS, "script": [*CALL, *CALL], "parallel_tool_calls": False}
+        assert [("f", ARGUMENTS)] == plain((await server.chat(**asked)).json())["calls"]
+
+
+async def test_with_choice_none_the_model_is_told_nothing_and_its_text_is_text():
+    async with with_room() as server:
+        body = (await server.chat(messages=HELLO, tools=TOOLS, tool_choice="none", script=CALL)).json()
+        without = (await server.chat(messages=HELLO, script=CALL)).json()
+        told = (await server.chat(messages=HELLO, tools=TOOLS, script=CALL)).json()
+
+    assert {"content": "".join(CALL), "calls": [], "reason": "stop"} == plain(body)
+    assert body["usage"]["prompt_tokens"] == without["usage"]["prompt_tokens"] < told["usage"]["prompt_tokens"]
+
+
+async def test_calls_and_results_go_back_into_the_prompt():
+    made = {"id": "c", "type": "function", "function": {"name": "f", "arguments": ARGUMENTS}}
+    messages = [
+        *HELLO,
+        {"role": "assistant", "content": None, "tool_calls": [made]},
+        {"role": "tool", "tool_call_id": "c", "content": "seven"},
+    ]
+    async with with_room() as server:
+        body = (await server.chat(messages=messages, script=["x"], return_token_ids=True)).json()
+
+    prompt = bytes(body["prompt_token_ids"]).decode()
+    assert '"arguments": {"a": 1}' in prompt
+    assert "seven" in prompt
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ({"tools": []}, "tools"),
+        ({"tools": [{"type": "function"}]}, "tools"),
+        ({"tools": [{"type": "web_search"}]}, "tools"),
+        ({"tools": [tool("")]}, "tools"),
+        ({"tools": [tool("with space")]}, "tools"),
+        ({"tools": [tool("x" * 65)]}, "tools"),
+        ({"tools": [tool(parameters=[])]}, "tools"),
+        ({"tools": [tool(), tool()]}, "tools"),
+        ({"tools": [tool(str(i)) for i in range(129)]}, "tools"),
+        ({"tool_choice": "auto"}, "tool_choice"),
+        ({"tool_choice": "required"}, "tool_choice"),
+        ({"tool_choice": FORCED}, "tool_choice"),
+        ({"tools": TOOLS, "tool_choice": "any"}, "tool_choice"),
+        ({"tools": TOOLS, "tool_choice": {"type": "function"}}, "tool_choice"),
+        ({"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "h"}}}, "tool_choice"),
+        ({"tools": TOOLS, "tool_choice": {"type": "allowed_tools", "allowed_tools": {}}}, "tool_choice"),
+        ({"tools": TOOLS, "parallel_tool_calls": 1}, "parallel_tool_calls"),
+        ({"functions": [{"name": "f"}]}, "functions"),
+        ({"function_call": {"name": "f"}}, "function_call"),
+        ({"messages": [{"role": "assistant", "tool_calls": [{"type": "function"}]}]}, "messages"),
+        ({"messages": [{"role": "assistant", "function_call": {"name": "f", "arguments": "{}"}}]}, "messages"),
+    ],
+)
+async def test_tools_that_cannot_be_are_refused_by_name(body: dict[str, Any], param: str):
+    async with with_room() as server:
+        response = await server.chat(**{"messages": HELLO, **body})
+
+    error = response.json()["error"]
+    assert (400, "invalid_request_error", param) == (response.status_code, error["type"], error["param"])
+    assert error["message"]
+
+
+async def test_tokenize_counts_the_tools_too():
+    async with with_room() as server:
+        counted = (await server.client.post("/tokenize", json={"messages": HELLO, "tools": TOOLS})).json()["count"]
+        body = (await server.chat(messages=HELLO, tools=TOOLS, script=["x"])).json()
+
+    assert body["usage"]["prompt_tokens"] == counted
+
+
+def test_templates_get_definitions_in_the_order_that_models_were_trained_on():
+    written = {"strict": True, "parameters": {"b": 1, "a": 2}, "description": "d", "name": "f"}
+    body = ChatRequest(messages=[{"role": "user"}], tools=[{"function": written, "type": "function"}])
+
+    expected = {
+        "type": "function",
+        "function": {"name": "f", "description": "d", "parameters": {"b": 1, "a": 2}},
+    }
+    assert json.dumps([expected]) == json.dumps(definitions(body.tools or []))
+    assert [expected] == tool_use(body).definitions
