@@ -9,7 +9,7 @@ from starlette.responses import Response
 
 from app import sse
 from app.chat_template import render_prompt
-from app.generation import Ask, Job, parse_script, renamed, sampling_params, shown_reason, stream_options
+from app.generation import Ask, Job, renamed, sampling_params, shown_reason, stream_options, token_name
 from app.parts import Call, CallArguments, CallStart, Part, PartReader, Text
 from app.schemas import (
     AssistantMessage,
@@ -28,9 +28,10 @@ from app.schemas import (
     TopLogprob,
     Usage,
 )
+from app.scripts import parse_script
 from app.service import Service, ServiceOf, trace_id
 from app.tools import ToolUse, tool_use
-from core import InvalidRequest, OutputToken, RequestOutput, SamplingParams, Tokenizer
+from core import InvalidRequest, OutputToken, RequestOutput, SamplingParams, Tokenizer, TokenLogprobs
 
 router = APIRouter()
 
@@ -192,17 +193,17 @@ class _Writer:
     def _token(self, token: OutputToken) -> TokenLogprob:
         assert token.logprobs is not None
         return TokenLogprob(
-            **self._named(token.token_id, token.text),
+            **self._named(token.token_id, token.logprobs),
             logprob=token.logprobs.logprob,
-            top_logprobs=[TopLogprob(**self._named(id_), logprob=value) for id_, value in token.logprobs.top],
+            top_logprobs=[
+                TopLogprob(**self._named(id_, token.logprobs), logprob=value) for id_, value in token.logprobs.top
+            ],
         )
 
-    def _named(self, token_id: int, text: str = "") -> dict[str, Any]:
-        """A token's display text and its bytes; a scripted one may lie outside the vocabulary, and is its text."""
-        if token_id >= self._tokenizer.vocab_size:
-            return {"token": text, "bytes": list(text.encode())}
-        data = self._tokenizer.token_bytes(token_id)
-        return {"token": self._tokenizer.token_text(token_id), "bytes": list(data)}
+    def _named(self, token_id: int, logprobs: TokenLogprobs) -> dict[str, Any]:
+        """A token's display text and its bytes; a scripted one may lie outside the vocabulary."""
+        data = logprobs.own_bytes.get(token_id) or self._tokenizer.token_bytes(token_id)
+        return {"token": token_name(self._tokenizer, token_id, logprobs), "bytes": list(data)}
 
 
 def _chunk_choice(index: int, delta: Delta) -> ChatChunkChoice:

@@ -13,10 +13,10 @@ from app.generation import (
     Ask,
     Job,
     make_usage,
-    parse_script,
     sampling_params,
     shown_reason,
     stream_options,
+    token_name,
 )
 from app.schemas import (
     CompletionChoice,
@@ -25,6 +25,7 @@ from app.schemas import (
     CompletionResponse,
     Usage,
 )
+from app.scripts import parse_script
 from app.service import Service, ServiceOf, trace_id
 from core import InvalidRequest, OutputToken, RequestOutput, Tokenizer
 
@@ -193,7 +194,8 @@ class _Writer:
         listed = CompletionLogprobs(tokens=[], token_logprobs=[], top_logprobs=[], text_offset=[])
         for token in tokens:
             assert token.logprobs is not None
-            top = {self._tokenizer.token_text(id_): value for id_, value in token.logprobs.top if id_ != token.token_id}
+            others = [pair for pair in token.logprobs.top if pair[0] != token.token_id]
+            top = {token_name(self._tokenizer, id_, token.logprobs): value for id_, value in others}
             # Under its own text, so that looking up a token among its alternatives always finds it.
             top[token.text] = token.logprobs.logprob
             listed.tokens.append(token.text)

@@ -143,6 +143,10 @@ async def _handle_validation(request: Request, error: Exception) -> Response:
 
 async def _handle_http(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
+    if isinstance(error.__cause__, ClientGone):  # while its body was read: FastAPI makes a 400 of whatever happens then
+        return await _handle_gone(request, error)
+    if isinstance(error.__cause__, ApiError | InvalidRequest | EngineDead):
+        return await _handle(request, error.__cause__)
     message = str(error.detail)
     if error.status_code == 404:
         message = f"Unknown path: {request.method} {request.url.path}"

@@ -12,6 +12,7 @@ from starlette.middleware.cors import CORSMiddleware
 
 from app import chat, completions, errors, logs, models, ops
 from app.auth import Authentication
+from app.faults import FaultInjection
 from app.metrics import CountRequests
 from app.middleware import BodyLimits, ReaderLimit, RequestIdEcho
 from app.service import Service, package_version
@@ -73,6 +74,7 @@ def _openapi(app: FastAPI) -> dict[str, Any]:
 
 def _add_middlewares(app: FastAPI, settings: Settings) -> None:
     """Innermost first. CORS is outermost: a browser's preflight has no key, and must see the headers on a 401 too."""
+    app.add_middleware(FaultInjection, is_enabled=settings.enable_fault_injection)
     app.add_middleware(ReaderLimit, timeout_s=settings.send_timeout)
     if settings.api_key:
         app.add_middleware(Authentication, keys=settings.api_key, protect_metrics=settings.protect_metrics)

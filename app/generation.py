@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Self
 
 from app.engine_loop import EngineLoop, Stream, family_ids
-from app.errors import SERVER_ERROR, ApiError, unsupported
+from app.errors import SERVER_ERROR, ApiError
 from app.schemas import MAX_PROMPTS, FinishReason, GenerationRequest, PromptTokensDetails, StreamOptions, Usage
 from core import (
     ContextLengthExceeded,
@@ -24,7 +24,8 @@ from core import (
     RequestOutput,
     SamplingParams,
     ScriptEntry,
-    ScriptPiece,
+    Tokenizer,
+    TokenLogprobs,
 )
 from core import FinishReason as EngineFinishReason
 
@@ -154,35 +155,6 @@ def _logit_bias(given: Mapping[str, float]) -> dict[int, float]:
         if not re.fullmatch(r"[0-9]{1,19}", key):  # JSON has only text for keys
             raise InvalidRequest(f"logit_bias has the key {key[:32]!r}, which is no token id", "logit_bias")
     return {int(key): value for key, value in given.items()}
-
-
-def parse_script(value: Any, *, is_enabled: bool) -> tuple[ScriptEntry, ...] | None:
-    """A body's `script`: a list of pieces; a nested list of pieces is one step's.
-
-    A piece is a string or a list of bytes. So a list of integers is one piece, any other list is a group.
-    """
-    if value is None:
-        return None
-    if not is_enabled:
-        raise unsupported("script", "is only taken by a server started with --enable-scripts")
-    if not isinstance(value, list) or not value:
-        raise InvalidRequest("script must be a list of at least one piece", "script")
-    return tuple(_script_entry(item) for item in value)
-
-
-def _script_entry(item: Any) -> ScriptEntry:
-    if isinstance(item, list) and item and not _are_ids(item):
-        return tuple(_script_piece(piece) for piece in item)
-    return _script_piece(item)
-
-
-def _script_piece(item: Any) -> ScriptPiece:
-    if isinstance(item, str) and item:
-        _num_bytes(item, "script")
-        return item
-    if isinstance(item, list) and item and _are_ids(item) and all(0 <= byte <= 255 for byte in item):
-        return bytes(item)
-    raise InvalidRequest(f"script has {str(item)[:64]!r}, a piece is a string or a list of bytes, not empty", "script")
 
 
 def _num_bytes(text: str, param: str) -> int:
@@ -385,6 +357,12 @@ def most_likely(samples: Sequence[RequestOutput], num: int) -> list[RequestOutpu
         return sum(logprobs) / len(logprobs)
 
     return sorted(samples, key=mean_logprob, reverse=True)[:num]
+
+
+def token_name(tokenizer: Tokenizer, token_id: int, logprobs: TokenLogprobs) -> str:
+    """A token for display, of a script too."""
+    own = logprobs.own_bytes.get(token_id)
+    return tokenizer.token_text(token_id) if own is None else own.decode("utf-8", "replace")
 
 
 def shown_reason(output: RequestOutput) -> FinishReason | None:

@@ -13,6 +13,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import BaseModel, ConfigDict, Field, WithJsonSchema
 
 from app.errors import unsupported
+from app.faults import Faults
 
 logger = logging.getLogger(__name__)
 
@@ -103,8 +104,9 @@ Script = Annotated[
     WithJsonSchema(
         {
             "type": "array",
-            "description": "What to say instead of the model: pieces of one token each, strings or lists of bytes; "
-            "a nested list of pieces is emitted in one step. Needs --enable-scripts.",
+            "description": "What to say instead of the model: pieces of one token each, strings, lists of bytes "
+            "or objects as in a chat answer's logprobs; a nested list of pieces is emitted in one step. "
+            "Needs --enable-scripts.",
         }
     ),
 ]
@@ -145,6 +147,7 @@ class GenerationRequest(StrictModel):
     # ours
     speculative: Speculative | None = None
     script: Script = None
+    fault: Faults | None = None
 
 
 PromptShape = Annotated[

@@ -91,6 +91,7 @@ class Settings(BaseSettings):
         "the embedded model drafts with its draft model for up to 8 requests at once, others do not.",
     )
     enable_scripts: bool = Field(default=False, description="Take requests that carry a script. For tests.")
+    enable_fault_injection: bool = Field(default=False, description="Take requests that ask for faults. For tests.")
     chat_template: str | None = Field(default=None, description="File of a chat template, or the template itself.")
     num_threads: int | None = Field(
         default=None, ge=1, description="Threads of the numerics; default: usable cores less one."

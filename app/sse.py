@@ -18,6 +18,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from app.errors import ClientGone, as_api_error
+from app.faults import faulty
 from app.generation import Run
 from app.schemas import StreamOptions, Usage
 from core import RequestOutput
@@ -76,11 +77,11 @@ class EventStream(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         with suppress(ClientGone):
-            await while_connected(receive, self._send_all(send))
+            await while_connected(receive, self._send_all(send, faulty(scope, self._events)))
 
-    async def _send_all(self, send: Send) -> None:
+    async def _send_all(self, send: Send, stream: AsyncGenerator[bytes, None]) -> None:
         is_started = False
-        async with aclosing(self._events) as events:
+        async with aclosing(stream) as events:
             try:
                 async for data in events:
                     if not is_started:

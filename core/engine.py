@@ -29,6 +29,7 @@ from core.step import Execute, ModelRunnerOutput, SchedulerOutput
 from core.tokenizer import IncrementalDetokenizer, Tokenizer
 
 logger = logging.getLogger(__name__)
+_HELD = object()  # holds blocks in the block manager as a request would; equal to no request's id
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,6 +108,7 @@ class Engine:
             self.max_model_len, self._num_drafts, has_prefix_cache=config.enable_prefix_caching
         )
         self._executed: list[_Executed] = []  # in the step under way
+        self._holds_free_blocks = False
         self._is_dead = False
         self.stats: EngineStats = self._snapshot()
 
@@ -187,7 +189,7 @@ class Engine:
             self._request(new, request_id, new.choice + i, params) for i, request_id in enumerate(new.sibling_ids, 1)
         ]
         self._scheduler.add_request(self._request(new, new.request_id, new.choice, params, siblings))
-        self.stats = self._snapshot()
+        self._refresh()
 
     def _request(
         self, new: NewRequest, request_id: str, choice: int, params: SamplingParams, siblings: Sequence[Request] = ()
@@ -220,7 +222,39 @@ class Engine:
     def reset_prefix_cache(self) -> None:
         """No request will hit what has been computed so far. Those that run are not disturbed."""
         self._scheduler.reset_prefix_cache()
-        self.stats = self._snapshot()
+        self._refresh()
+
+    def hold_free_blocks(self) -> None:
+        """From now on nobody gets a block but the oldest request, which goes on; for tests of a full pool."""
+        self._holds_free_blocks = True
+        self._refresh()
+
+    def release_held_blocks(self) -> None:
+        """All as before; if no blocks are held, nothing."""
+        if self._holds_free_blocks:
+            self._block_manager.free(_HELD)
+        self._holds_free_blocks = False
+        self._refresh()
+
+    def _hold(self) -> None:
+        """Take all free blocks but those that the oldest request needs for its next step."""
+        manager = self._block_manager
+        if not manager.holds(_HELD):
+            manager.allocate(_HELD, 0)
+        num_more = manager.num_free_blocks - self._num_blocks_of_oldest()
+        if num_more < 0:
+            manager.truncate(_HELD, max(0, manager.num_tokens(_HELD) + num_more * manager.block_size))
+        else:
+            manager.append(_HELD, num_more * manager.block_size)
+
+    def _num_blocks_of_oldest(self) -> int:
+        """Blocks that the oldest request lacks for all its tokens and one more."""
+        manager = self._block_manager
+        oldest = min(self._scheduler.unfinished_requests(), key=lambda r: r.age, default=None)
+        if oldest is None:
+            return 0
+        num_own = len(manager.block_table(oldest.request_id)) if manager.holds(oldest.request_id) else 0
+        return max(0, blocks_needed(oldest.num_tokens + 1, manager.block_size) - num_own)
 
     def abort(self, request_id: str) -> None:
         """End a request at once and free its blocks; an id that is not (or no longer) there is ignored."""
@@ -231,7 +265,7 @@ class Engine:
             self._gatherer.on_hand_down(request, request.siblings[0])
         self._scheduler.abort(request_id)
         self._gatherer.on_finish(request, self._clock())
-        self.stats = self._snapshot()
+        self._refresh()
 
     @property
     def has_unfinished_requests(self) -> bool:
@@ -259,7 +293,7 @@ class Engine:
             raise
         outputs = self._scheduler.take_outputs()
         self._gather(outputs, known)
-        self.stats = self._snapshot()
+        self._refresh()
         return outputs
 
     def _execute(self, plan: SchedulerOutput) -> ModelRunnerOutput:
@@ -326,6 +360,12 @@ class Engine:
     def _raise_if_dead(self) -> None:
         if self._is_dead:
             raise EngineDead("the engine has ended after a fault")
+
+    def _refresh(self) -> None:
+        """After whatever has changed who holds blocks."""
+        if self._holds_free_blocks:
+            self._hold()
+        self.stats = self._snapshot()
 
     def _snapshot(self) -> EngineStats:
         pool = self._block_manager.pool

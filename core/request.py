@@ -149,10 +149,12 @@ class TokenLogprobs:
     """Log-probabilities at one position, of the raw law (before penalties, temperature and masks).
 
     `logprob` is the chosen token's; `top` lists (token id, logprob), most likely first. All finite (floor -9999).
+    `own_bytes`: what ids stand for that the vocabulary does not have, those of a script.
     """
 
     logprob: float
     top: tuple[tuple[int, float], ...] = ()
+    own_bytes: Mapping[int, bytes] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,8 +189,17 @@ class RequestOutput:
         return self.finish_reason is not None
 
 
+@dataclass(frozen=True, slots=True)
+class ScriptedToken:
+    """A script's piece with its log-probability, and those of the tokens that might have been said, likeliest first."""
+
+    data: str | bytes
+    logprob: float = 0.0
+    top: tuple[tuple[str | bytes, float], ...] = ()
+
+
 # What a script may hold: pieces (text or bytes), each emitted as one token; a nested tuple is emitted in one step.
-ScriptPiece = str | bytes
+ScriptPiece = str | bytes | ScriptedToken
 ScriptEntry = ScriptPiece | tuple[ScriptPiece, ...]
 
 
@@ -219,6 +230,9 @@ class Script(Protocol):
 
     def group_at(self, num_output_tokens: int) -> Sequence[int]:
         """Token ids to emit in the step that starts after so many output tokens; at least one."""
+
+    def logprobs_at(self, num_output_tokens: int, num_top: int) -> TokenLogprobs:
+        """Log-probabilities of the token that comes after so many others."""
 
 
 class Request:

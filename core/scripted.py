@@ -11,7 +11,7 @@ from dataclasses import replace
 from itertools import accumulate, chain
 
 from core.errors import InvalidRequest
-from core.request import Request, ScriptEntry, ScriptPiece, TokenLogprobs
+from core.request import Request, ScriptedToken, ScriptEntry, ScriptPiece, TokenLogprobs
 from core.step import Execute, ModelRunnerOutput, SampledTokens, ScheduledRequest, SchedulerOutput
 from core.tokenizer import Tokenizer
 
@@ -24,18 +24,23 @@ class RequestScript:
     """
 
     def __init__(self, entries: Sequence[ScriptEntry], tokenizer: Tokenizer) -> None:
-        groups = [entry if isinstance(entry, tuple) else (entry,) for entry in entries]
-        if not groups or not all(groups) or not all(chain.from_iterable(groups)):
+        groups = [[_as_token(piece) for piece in _as_group(entry)] for entry in entries]
+        tokens = list(chain.from_iterable(groups))
+        if not groups or not all(groups) or not all(token.data for token in tokens):
             raise InvalidRequest("script, or a group or piece in it, is empty", "script")
         if not tokenizer.eos_token_ids:
             raise InvalidRequest("script needs an end token behind its last piece, the model has none", "script")
         self._tokenizer = tokenizer
         self._own_bytes: dict[int, bytes] = {}
-        self._token_ids = [self._token_id(piece) for group in groups for piece in group]
+        self._token_ids = [self._token_id(token.data) for token in tokens]
+        self._logprobs = [self._named(token) for token in tokens]
         self._group_ends = list(accumulate(len(group) for group in groups))
         self._end_token_id = min(tokenizer.eos_token_ids)
 
-    def _token_id(self, piece: ScriptPiece) -> int:
+    def _named(self, token: ScriptedToken) -> TokenLogprobs:
+        return TokenLogprobs(token.logprob, tuple((self._token_id(data), logprob) for data, logprob in token.top))
+
+    def _token_id(self, piece: str | bytes) -> int:
         data = _utf8(piece) if isinstance(piece, str) else piece
         if isinstance(piece, str):
             ids = self._tokenizer.encode(piece, add_special_tokens=False)
@@ -50,6 +55,15 @@ class RequestScript:
         end = next((end for end in self._group_ends if end > num_output_tokens), None)
         return (self._end_token_id,) if end is None else self._token_ids[num_output_tokens:end]
 
+    def logprobs_at(self, num_output_tokens: int, num_top: int) -> TokenLogprobs:
+        """Those of the token that comes after so many others, with at most `num_top` alternatives."""
+        if num_output_tokens >= len(self._logprobs):
+            return TokenLogprobs(0.0)
+        found = self._logprobs[num_output_tokens]
+        top = found.top[:num_top]
+        ids = (self._token_ids[num_output_tokens], *(token_id for token_id, _ in top))
+        return TokenLogprobs(found.logprob, top, {i: self._own_bytes[i] for i in ids if i in self._own_bytes})
+
     @property
     def strips_leading_space(self) -> bool:
         return self._tokenizer.strips_leading_space
@@ -57,6 +71,14 @@ class RequestScript:
     def token_bytes(self, token_id: int) -> bytes:
         """Bytes of a token, its own ones included."""
         return self._own_bytes.get(token_id) or self._tokenizer.token_bytes(token_id)
+
+
+def _as_group(entry: ScriptEntry) -> tuple[ScriptPiece, ...]:
+    return entry if isinstance(entry, tuple) else (entry,)
+
+
+def _as_token(piece: ScriptPiece) -> ScriptedToken:
+    return piece if isinstance(piece, ScriptedToken) else ScriptedToken(piece)
 
 
 def _utf8(piece: str) -> bytes:
@@ -85,5 +107,8 @@ def _say(scheduled: ScheduledRequest, request: Request) -> SampledTokens:
     assert request.script is not None
     # Without a slot for each piece but the last, the rest of the group comes in the next step.
     token_ids = list(request.script.group_at(request.num_output_tokens)[: scheduled.num_draft_slots + 1])
-    logprobs = [TokenLogprobs(0.0)] * len(token_ids) if request.params.num_logprobs is not None else ()
+    num_top, start = request.params.num_logprobs, request.num_output_tokens
+    logprobs = (
+        [request.script.logprobs_at(start + i, num_top) for i in range(len(token_ids))] if num_top is not None else ()
+    )
     return SampledTokens(token_ids, logprobs, num_draft_tokens=len(token_ids) - 1)

@@ -1,17 +1,15 @@
-"""From a body to the engine's requests: shapes of prompts, scripts, limits; and back to usage."""
+"""From a body to the engine's requests: shapes of prompts, limits; and back to usage."""
 
 from typing import Any
 
 import pytest
 
-from app.errors import ApiError
 from app.generation import (
     Ask,
     build,
     encode,
     merge,
     most_likely,
-    parse_script,
     prompt_items,
     sampling_params,
     stream_options,
@@ -68,32 +66,6 @@ def test_any_other_shape_is_refused_under_the_fields_name(value: Any):
 def test_a_list_of_prompts_is_bounded():
     with pytest.raises(InvalidRequest, match="limit is 1024"):
         prompt_items(["a"] * 1025)
-
-
-@pytest.mark.parametrize(
-    ("script", "entries"),
-    [
-        (["Hel", "lo"], ("Hel", "lo")),
-        ([[226, 130], [172]], (b"\xe2\x82", b"\xac")),
-        ([["a", [226, 130]], "b"], (("a", b"\xe2\x82"), "b")),
-    ],
-)
-def test_a_list_of_integers_is_one_piece_and_any_other_list_is_a_step(script: Any, entries: Any):
-    assert entries == parse_script(script, is_enabled=True)
-
-
-@pytest.mark.parametrize("script", [[], "text", [""], [[]], [[256]], [[-1]], [[1.5]], [True], [["a", []]], ["\ud800"]])
-def test_a_script_that_is_none_is_refused(script: Any):
-    with pytest.raises(InvalidRequest) as refusal:
-        parse_script(script, is_enabled=True)
-    assert "script" == refusal.value.param
-
-
-def test_scripts_are_refused_unless_the_server_takes_them():
-    with pytest.raises(ApiError) as refusal:
-        parse_script(["a"], is_enabled=False)
-    assert (400, "script") == (refusal.value.status, refusal.value.param)
-    assert parse_script(None, is_enabled=False) is None
 
 
 def test_sampling_fields_go_over_and_null_means_the_default():

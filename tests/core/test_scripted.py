@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from core.errors import InvalidRequest
-from core.request import FinishReason, OutputToken, ScriptEntry, TokenLogprobs
+from core.request import FinishReason, OutputToken, ScriptedToken, ScriptEntry, TokenLogprobs
 from core.scripted import RequestScript, ScriptedRunner
 from core.step import ModelRunnerOutput, SampledTokens, SchedulerOutput, count_only
 from core.tokenizer import ByteTokenizer
@@ -151,6 +151,20 @@ def test_scripts_that_ask_for_logprobs_get_zeros():
     assert [OutputToken(97, "a", TokenLogprobs(0.0)), OutputToken(98, "b", TokenLogprobs(0.0))] == [
         token for output in run(it)["a"] for token in output.tokens
     ]
+
+
+def test_a_piece_brings_its_logprobs_and_as_many_alternatives_as_are_asked_for():
+    it = engine()
+    piece = ScriptedToken("ab", -0.5, (("ab", -0.5), ("c", -1.0), (b"\xff", -2.0)))
+    it.add(new_request(max_tokens=2, script=[piece, "z"], num_logprobs=2))
+    first, second = [token for output in run(it)["a"] for token in output.tokens]
+    logprobs = first.logprobs
+    assert logprobs is not None
+
+    assert (-0.5, [-0.5, -1.0]) == (logprobs.logprob, [value for _, value in logprobs.top])
+    assert [b"ab", b"c"] == [logprobs.own_bytes.get(i, bytes([i % 256])) for i, _ in logprobs.top]
+    assert b"ab" == logprobs.own_bytes[first.token_id]
+    assert TokenLogprobs(0.0) == second.logprobs
 
 
 def test_two_scripts_do_not_know_each_others_tokens():

@@ -86,6 +86,15 @@ async def test_an_engine_that_dies_tells_its_streams_and_ends_the_process(serve:
     assert "no memory left" in server.log
 
 
+def test_an_engine_killed_on_purpose_ends_the_process_as_one_that_died(serve: Serve):
+    server = serve("--enable-fault-injection")
+    fault = {"type": "kill_engine", "after_events": 1}
+    *_, last = server.events("/v1/completions", {**LONG, "max_tokens": 50, "fault": fault})
+
+    assert "engine_dead" == last["error"]["code"]
+    assert 1 == server.exit_code()
+
+
 async def _read(client: httpx.AsyncClient, body: Any, started: asyncio.Event) -> list[str]:
     """The data lines of one streamed completion; `started` is set with the first."""
     lines = []
