@@ -18,6 +18,7 @@ from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from app.errors import SERVER_ERROR, ApiError, ClientGone, unsupported
+from app.middleware import cut_connection
 from core import Engine, EngineDead, InvalidRequest, InvariantViolation
 
 if TYPE_CHECKING:
@@ -141,15 +142,14 @@ class _Plan:
                 await self._happen(fault)
 
     async def _happen(self, fault: Fault) -> None:
-        app = self._scope["app"]
-        loop: EngineLoop = app.state.service.loop
+        loop: EngineLoop = self._scope["app"].state.service.loop
         match fault.type:
             case "delay" | "slow":
                 await asyncio.sleep(fault.seconds)
             case "error":
                 raise ApiError(500, "an injected fault", kind=SERVER_ERROR, code="injected_fault")
             case "disconnect":
-                app.state.cut_connection(self._scope)
+                cut_connection(self._scope)
                 raise ClientGone
             case "stall_engine":
                 await loop.call(partial(_stall, seconds=fault.seconds))
