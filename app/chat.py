@@ -9,8 +9,10 @@ from starlette.responses import Response
 
 from app import sse
 from app.chat_template import render_prompt
-from app.generation import Ask, Job, renamed, sampling_params, shown_reason, stream_options, token_name
+from app.drafts import predicted_text
+from app.generation import Ask, Job, renamed, sampling_params, stream_options, token_name
 from app.parts import Call, CallArguments, CallStart, Part, PartReader, Text
+from app.run import shown_reason
 from app.schemas import (
     AssistantMessage,
     ChatChoice,
@@ -26,7 +28,6 @@ from app.schemas import (
     TokenLogprob,
     ToolCallDelta,
     TopLogprob,
-    Usage,
 )
 from app.scripts import parse_script
 from app.service import Service, ServiceOf, trace_id
@@ -75,6 +76,7 @@ async def _ask(service: Service, body: ChatRequest, tools: ToolUse, request: Req
         n=body.n or 1,
         cache_salt=service.cache_salt(request, body),
         script=script,
+        prediction=predicted_text(body.prediction),
         add_special_tokens=bool(body.add_special_tokens),  # the template writes them
         trace_id=trace_id(request, body.request_id),
         arrival_s=arrival_s,
@@ -107,7 +109,7 @@ async def _complete(service: Service, job: Job, writer: "_Writer") -> ChatRespon
     return ChatResponse(
         object="chat.completion",
         choices=[writer.whole(index, output) for index, output in enumerate(outputs)],
-        usage=run.usage(),
+        **run.totals(),
         **writer.head(),
         **writer.prompt_ids(),
     )
@@ -149,8 +151,8 @@ class _Writer:
     def chunk(self, choices: list[ChatChunkChoice], extra: Mapping[str, Any]) -> ChatChunk:
         return ChatChunk(object="chat.completion.chunk", choices=choices, **self.head(), **extra)
 
-    def usage_chunk(self, usage: Usage) -> ChatChunk:
-        return self.chunk([], {"usage": usage})
+    def totals_chunk(self, totals: Mapping[str, Any]) -> ChatChunk:
+        return self.chunk([], totals)
 
     def deltas(self, index: int, output: RequestOutput, extra: Mapping[str, Any]) -> Iterator[ChatChunk]:
         """The role before a choice's first part, a delta for each part, and an empty one with the reason."""

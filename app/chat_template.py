@@ -11,12 +11,12 @@ from contextlib import suppress
 from datetime import datetime
 from typing import Any, NoReturn
 
+from app.drafts import joined_text
 from app.hermes import in_words
 from app.schemas import ChatMessage, ToolCall
 from core import InvalidRequest
 
 ROLES = {"system", "developer", "user", "assistant", "tool", "function"}
-TEXT_PARTS = {"text", "input_text", "output_text"}
 
 
 class ChatTemplate:
@@ -113,7 +113,7 @@ def _plain(message: ChatMessage, number: int) -> dict[str, Any]:
     extra = message.model_extra or {}
     if extra.get("function_call") is not None:
         raise InvalidRequest(f"messages[{number}].function_call is not supported, use tool_calls", "messages")
-    plain = {**extra, "role": message.role, "content": _content_text(message.content, number)}
+    plain = {**extra, "role": message.role, "content": joined_text(message.content, f"messages[{number}].content")}
     if message.tool_call_id is not None:
         plain["tool_call_id"] = message.tool_call_id
     if message.tool_calls:
@@ -128,20 +128,3 @@ def _plain_call(call: ToolCall) -> dict[str, Any]:
         arguments = json.loads(arguments)
     function = {"name": call.function.name, "arguments": arguments}
     return {"id": call.id, "type": call.type, "function": function}
-
-
-def _content_text(content: str | list[dict[str, Any]] | None, number: int) -> str:
-    """A message's text; parts are joined with a newline."""
-    if content is None or isinstance(content, str):
-        return content or ""
-    texts = []
-    for part in content:
-        text = part.get("text")
-        if part.get("type") not in TEXT_PARTS or not isinstance(text, str):
-            raise InvalidRequest(
-                f"messages[{number}].content has a part of type {str(part.get('type'))[:32]!r}, "
-                "this model takes text parts",
-                "messages",
-            )
-        texts.append(text)
-    return "\n".join(texts)

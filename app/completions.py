@@ -8,22 +8,21 @@ from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from app import sse
+from app.drafts import predicted_text
 from app.errors import unsupported
 from app.generation import (
     Ask,
     Job,
-    make_usage,
     sampling_params,
-    shown_reason,
     stream_options,
     token_name,
 )
+from app.run import make_usage, shown_reason
 from app.schemas import (
     CompletionChoice,
     CompletionLogprobs,
     CompletionRequest,
     CompletionResponse,
-    Usage,
 )
 from app.scripts import parse_script
 from app.service import Service, ServiceOf, trace_id
@@ -44,7 +43,7 @@ async def create_completion(body: CompletionRequest, request: Request, service: 
     writer = _Writer(job, body, service.engine.tokenizer, service.fingerprint)
     headers = {"x-request-id": job.trace_id}
     if _generates_nothing(body):
-        return _json(writer.response(writer.prompts_alone(), make_usage(job.prompts)), headers)
+        return _json(writer.chunk(writer.prompts_alone(), usage=make_usage(job.prompts)), headers)
     if body.stream:
         return sse.EventStream(sse.chunk_events(service.run(job), writer, options), headers)
     return _json(await sse.while_connected(request.receive, _complete(service, job, writer)), headers)
@@ -71,6 +70,7 @@ def _ask(service: Service, body: CompletionRequest, request: Request, arrival_s:
         is_max_tokens_default=body.max_tokens is None,
         cache_salt=service.cache_salt(request, body),
         script=parse_script(body.script, is_enabled=service.settings.enable_scripts),
+        prediction=predicted_text(body.prediction),
         add_special_tokens=body.add_special_tokens is not False,
         trace_id=trace_id(request, body.request_id),
         arrival_s=arrival_s,
@@ -97,7 +97,7 @@ def _generates_nothing(body: CompletionRequest) -> bool:
 async def _complete(service: Service, job: Job, writer: "_Writer") -> CompletionResponse:
     with service.run(job) as run:
         outputs = await run.collect()
-    return writer.response([writer.whole(index, output) for index, output in enumerate(outputs)], run.usage())
+    return writer.chunk([writer.whole(index, output) for index, output in enumerate(outputs)], **run.totals())
 
 
 def _json(response: CompletionResponse, headers: dict[str, str]) -> Response:
@@ -115,7 +115,7 @@ class _Writer:
         self._fingerprint = fingerprint
         self._offsets: dict[int, int] = {}
 
-    def chunk(self, choices: list[CompletionChoice], **usage: Usage | None) -> CompletionResponse:
+    def chunk(self, choices: list[CompletionChoice], **totals: Any) -> CompletionResponse:
         return CompletionResponse(
             id=self._job.id,
             object="text_completion",
@@ -123,11 +123,8 @@ class _Writer:
             model=self._job.model,
             system_fingerprint=self._fingerprint,
             choices=choices,
-            **usage,
+            **totals,
         )
-
-    def response(self, choices: list[CompletionChoice], usage: Usage) -> CompletionResponse:
-        return self.chunk(choices, usage=usage)
 
     def whole(self, index: int, output: RequestOutput) -> CompletionChoice:
         """A finished choice, the prompt before it if it is echoed."""
@@ -136,8 +133,8 @@ class _Writer:
         choice.text = echoed + choice.text
         return choice
 
-    def usage_chunk(self, usage: Usage) -> CompletionResponse:
-        return self.chunk([], usage=usage)
+    def totals_chunk(self, totals: Mapping[str, Any]) -> CompletionResponse:
+        return self.chunk([], **totals)
 
     def deltas(self, index: int, output: RequestOutput, extra: Mapping[str, Any]) -> Iterator[CompletionResponse]:
         """What one output adds to its choice in a stream: nothing while all of it is held back."""

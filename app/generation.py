@@ -1,8 +1,8 @@
-"""From a request's body to the engine's requests, and from the engine's outputs back to choices and usage.
+"""From a request's body to the engine's requests.
 
 One HTTP request is a `Job`: its prompts, times `n` samples, are so many sequences, and choice `prompt * n + sample` is
-the sequence of that place. A `Run` is a job under way; it ends its sequences when it is left, whatever the way out.
-What is particular to completions or to chat is in their own modules.
+the sequence of that place. What becomes of it is in `app.run`, what is particular to completions or to chat in their
+own modules.
 """
 
 import logging
@@ -11,23 +11,20 @@ import time
 import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Self
+from typing import Any
 
-from app.engine_loop import EngineLoop, Stream, family_ids
-from app.errors import SERVER_ERROR, ApiError
-from app.schemas import MAX_PROMPTS, FinishReason, GenerationRequest, PromptTokensDetails, StreamOptions, Usage
+from app.engine_loop import family_ids
+from app.schemas import MAX_PROMPTS, GenerationRequest, StreamOptions
 from core import (
     ContextLengthExceeded,
     Engine,
     InvalidRequest,
     NewRequest,
-    RequestOutput,
     SamplingParams,
     ScriptEntry,
     Tokenizer,
     TokenLogprobs,
 )
-from core import FinishReason as EngineFinishReason
 
 logger = logging.getLogger(__name__)
 
@@ -46,10 +43,6 @@ _PLAIN_FIELDS = (
     "ignore_eos",
     "include_stop_str_in_output",
 )
-_SHOWN_REASONS: dict[EngineFinishReason, FinishReason] = {
-    EngineFinishReason.STOP: "stop",
-    EngineFinishReason.LENGTH: "length",
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +68,7 @@ class Job:
     num_samples: int
     prompts: tuple[Prompt, ...]
     requests: tuple[NewRequest, ...]
+    has_prediction: bool = False
 
     @property
     def num_choices(self) -> int:
@@ -108,6 +102,7 @@ class Ask:
     names: Mapping[str, str] = field(default_factory=dict)
     cache_salt: Mapping[str, str] = field(default_factory=dict)
     script: tuple[ScriptEntry, ...] | None
+    prediction: str | None = None
     add_special_tokens: bool
     trace_id: str | None
     arrival_s: float
@@ -188,6 +183,7 @@ def build(engine: Engine, ask: Ask) -> Job:
         )
     job_id, items = f"{ask.kind}-{uuid.uuid4().hex}", prompt_items(ask.prompt)
     prompts: list[Prompt] = []
+    prediction = encode(engine, ask.prediction or "", add_special_tokens=False, param="prediction").token_ids
     requests: list[NewRequest] = []
     for number, item in enumerate(items):
         try:
@@ -198,7 +194,7 @@ def build(engine: Engine, ask: Ask) -> Job:
             raise renamed(explained, ask.names) from error
         prompts.append(prompt)
         ids = [f"{job_id}-{number * num_samples + sample}" for sample in range(num_samples)]
-        requests.append(_family(ids, prompt, params, ask))
+        requests.append(_family(ids, prompt, params, ask, prediction))
     return Job(
         id=job_id,
         trace_id=ask.trace_id or job_id,
@@ -208,6 +204,7 @@ def build(engine: Engine, ask: Ask) -> Job:
         num_samples=num_samples,
         prompts=tuple(prompts),
         requests=tuple(requests),
+        has_prediction=ask.prediction is not None,
     )
 
 
@@ -219,7 +216,9 @@ def _checked(engine: Engine, ask: Ask, prompt: Prompt) -> SamplingParams:
     return replace(params, max_tokens=min(ask.params.max_tokens, params.max_tokens))
 
 
-def _family(ids: Sequence[str], prompt: Prompt, params: SamplingParams, ask: Ask) -> NewRequest:
+def _family(
+    ids: Sequence[str], prompt: Prompt, params: SamplingParams, ask: Ask, prediction: tuple[int, ...]
+) -> NewRequest:
     return NewRequest(
         request_id=ids[0],
         prompt_token_ids=prompt.token_ids,
@@ -228,6 +227,7 @@ def _family(ids: Sequence[str], prompt: Prompt, params: SamplingParams, ask: Ask
         sibling_ids=tuple(ids[1:]),
         cache_salt=ask.cache_salt,
         script=ask.script,
+        prediction_token_ids=prediction,
     )
 
 
@@ -246,128 +246,10 @@ def renamed(error: InvalidRequest, names: Mapping[str, str]) -> InvalidRequest:
     return type(error)(message, names.get(error.param or "", error.param))
 
 
-class Run:
-    """A job under way. Use it in a `with`: leaving it aborts whatever still runs."""
-
-    def __init__(self, loop: EngineLoop, job: Job) -> None:
-        self.job = job
-        self._loop = loop
-        self._stream: Stream | None = None
-        self._index = {request_id: index for index, request_id in enumerate(job.request_ids)}
-        self._last: dict[int, RequestOutput] = {}
-
-    def __enter__(self) -> Self:
-        self._stream = self._loop.submit(self.job.requests)
-        return self
-
-    def __exit__(self, *exc_info: object) -> None:
-        assert self._stream is not None
-        self._stream.close()
-        self._log()
-
-    def __aiter__(self) -> Self:
-        return self
-
-    async def __anext__(self) -> list[tuple[int, RequestOutput]]:
-        """(sample, output) pairs of the steps since the last time; [] is a sign of life. Raises for a failed one."""
-        assert self._stream is not None
-        pairs = [(self._index[output.request_id], output) for output in await anext(self._stream)]
-        for index, output in pairs:
-            self._last[index] = output
-            if output.is_finished and output.finish_reason not in _SHOWN_REASONS:
-                logger.error("request failed", extra={"request_id": self.job.id, "error": output.error})
-                raise ApiError(500, "The engine failed on this request", kind=SERVER_ERROR)
-        return pairs
-
-    def mark_shown(self) -> None:
-        """The client has been sent something just now: signs of life are given to those who see nothing for long."""
-        assert self._stream is not None
-        self._stream.mark_shown()
-
-    async def collect(self) -> list[RequestOutput]:
-        """All outputs to the end, merged to one per choice, in order: of each prompt's samples, the n best."""
-        outputs: list[list[RequestOutput]] = [[] for _ in self._index]
-        async for pairs in self:
-            for index, output in pairs:
-                outputs[index].append(output)
-        merged = [merge(parts) for parts in outputs]
-        size = self.job.num_samples
-        if size == self.job.n:
-            return merged
-        return [best for i in range(0, len(merged), size) for best in most_likely(merged[i : i + size], self.job.n)]
-
-    def usage(self) -> Usage:
-        """Tokens so far. Each prompt counts once, and so do its cached tokens."""
-        job = self.job
-        first_samples = (self._last[i] for i in range(0, len(self._index), job.num_samples) if i in self._last)
-        return make_usage(
-            job.prompts,
-            num_generated=sum(output.num_generated_tokens for output in self._last.values()),
-            num_cached=sum(output.num_cached_tokens for output in first_samples),
-        )
-
-    def _log(self) -> None:
-        outputs = self._last.values()
-        reasons = {output.finish_reason.value for output in outputs if output.finish_reason is not None}
-        if sum(output.is_finished for output in outputs) < len(self._index):
-            reasons.add(EngineFinishReason.ABORT.value)
-        usage = self.usage()
-        fields = {
-            "request_id": self.job.id,
-            "trace_id": self.job.trace_id,
-            "reason": ",".join(sorted(reasons)),
-            "num_choices": self.job.num_choices,
-            "num_prompt_tokens": usage.prompt_tokens,
-            "num_output_tokens": usage.completion_tokens,
-            "duration_s": round(time.monotonic() - self.job.requests[0].arrival_s, 4),
-        }
-        logger.info("request finished", extra=fields)
-
-
-def make_usage(prompts: Sequence[Prompt], *, num_generated: int = 0, num_cached: int = 0) -> Usage:
-    num_prompt_tokens = sum(len(prompt.token_ids) for prompt in prompts)
-    return Usage(
-        prompt_tokens=num_prompt_tokens,
-        completion_tokens=num_generated,
-        total_tokens=num_prompt_tokens + num_generated,
-        prompt_tokens_details=PromptTokensDetails(cached_tokens=num_cached),
-    )
-
-
-def merge(parts: Sequence[RequestOutput]) -> RequestOutput:
-    """Successive deltas of one sequence as one."""
-    last = parts[-1]
-    return RequestOutput(
-        request_id=last.request_id,
-        text="".join(part.text for part in parts),
-        tokens=tuple(token for part in parts for token in part.tokens),
-        num_prompt_tokens=last.num_prompt_tokens,
-        num_cached_tokens=last.num_cached_tokens,
-        num_generated_tokens=last.num_generated_tokens,
-        finish_reason=last.finish_reason,
-        stop_reason=last.stop_reason,
-    )
-
-
-def most_likely(samples: Sequence[RequestOutput], num: int) -> list[RequestOutput]:
-    """The `num` samples with the highest mean log-probability a token, best first."""
-
-    def mean_logprob(sample: RequestOutput) -> float:
-        logprobs = [token.logprobs.logprob for token in sample.tokens if token.logprobs is not None]
-        return sum(logprobs) / len(logprobs)
-
-    return sorted(samples, key=mean_logprob, reverse=True)[:num]
-
-
 def token_name(tokenizer: Tokenizer, token_id: int, logprobs: TokenLogprobs) -> str:
     """A token for display, of a script too."""
     own = logprobs.own_bytes.get(token_id)
     return tokenizer.token_text(token_id) if own is None else own.decode("utf-8", "replace")
-
-
-def shown_reason(output: RequestOutput) -> FinishReason | None:
-    """The finish reason as clients know it, None while it goes on."""
-    return None if output.finish_reason is None else _SHOWN_REASONS[output.finish_reason]
 
 
 def stream_options(body: GenerationRequest) -> StreamOptions:

@@ -38,7 +38,6 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "response_format": ({"type": "text"},),
     "audio": (),
     "modalities": (["text"],),
-    "prediction": (),
     "web_search_options": (),
     "chat_template": (),
     "chat_template_kwargs": ({},),
@@ -112,6 +111,13 @@ Script = Annotated[
 ]
 
 
+class Prediction(StrictModel):
+    """What the client expects to be said, to take drafts from. It shows in no answer, only in how soon it comes."""
+
+    type: Literal["content"]
+    content: str | list[dict[str, Any]]
+
+
 class Speculative(StrictModel):
     """Drafting for this request alone; 0 turns it off."""
 
@@ -133,6 +139,7 @@ class GenerationRequest(StrictModel):
     logit_bias: dict[str, float] | None = None
     seed: int | None = None
     stop: str | list[str] | None = None
+    prediction: Prediction | None = None
     # vLLM's extensions
     top_k: int | None = None
     min_p: float | None = None
@@ -254,11 +261,36 @@ class PromptTokensDetails(BaseModel):
     cached_tokens: int
 
 
+class CompletionTokensDetails(BaseModel):
+    accepted_prediction_tokens: int
+    rejected_prediction_tokens: int
+
+
 class Usage(BaseModel):
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: PromptTokensDetails
+    completion_tokens_details: CompletionTokensDetails | None = None
+
+
+class SpeculativeDecodingMetrics(BaseModel):
+    """How drafts fared in one request: vLLM's per-request acceptance metrics. Lists by step only where asked for."""
+
+    mean_acceptance_length: float
+    draft_acceptance_rate: float
+    acceptance_histogram: list[int]
+    acceptance_histogram_by_draft_length: dict[str, list[int]]
+    num_spec_steps: int
+    num_accepted_draft_tokens: int
+    num_draft_tokens: int
+    num_spec_tokens: int
+    per_step_accepted: list[int] | None = None
+    per_step_drafted: list[int] | None = None
+
+
+class ResponseMetrics(BaseModel):
+    speculative_decoding: SpeculativeDecodingMetrics
 
 
 FinishReason = Literal["stop", "length"]
@@ -294,6 +326,7 @@ class CompletionResponse(BaseModel):
     system_fingerprint: str | None
     choices: list[CompletionChoice]
     usage: Usage | None = None
+    metrics: ResponseMetrics | None = None
 
 
 class TopLogprob(BaseModel):
@@ -366,6 +399,7 @@ class ChatResponse(BaseModel):
     system_fingerprint: str | None
     choices: list[ChatChoice]
     usage: Usage
+    metrics: ResponseMetrics | None = None
     prompt_token_ids: list[int] | None = None
 
 
@@ -386,6 +420,7 @@ class ChatChunk(BaseModel):
     system_fingerprint: str | None
     choices: list[ChatChunkChoice]
     usage: Usage | None = None
+    metrics: ResponseMetrics | None = None
     prompt_token_ids: list[int] | None = None
 
 

@@ -12,9 +12,10 @@ from fastapi import Depends, Request
 
 from app.engine_loop import EngineLoop
 from app.errors import model_not_found
-from app.generation import Ask, Job, Run, build
+from app.generation import Ask, Job, build
 from app.logs import log_stats
 from app.metrics import Metrics
+from app.run import Run
 from app.schemas import GenerationRequest
 from app.settings import Settings
 from core import Engine, InvalidRequest
@@ -88,7 +89,7 @@ class Service:
         return await self.in_tokenizer(build, self.engine, ask)
 
     def run(self, job: Job) -> Run:
-        return Run(self.loop, job)
+        return Run(self.loop, job, self.settings.per_request_spec_decode_metrics)
 
     def cache_salt(self, request: Request, body: GenerationRequest) -> dict[str, str]:
         """What must be equal for two requests to share KV blocks: the key and the caller's own salt, kept apart."""

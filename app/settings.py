@@ -90,6 +90,9 @@ class Settings(BaseSettings):
         description='JSON, {"method": "ngram", "num_speculative_tokens": 3} for example, or null for none; default: '
         "the embedded model drafts with its draft model for up to 8 requests at once, others do not.",
     )
+    per_request_spec_decode_metrics: Literal["none", "summary", "detailed"] = Field(
+        default="none", description="What responses tell of their drafts under metrics.speculative_decoding."
+    )
     enable_scripts: bool = Field(default=False, description="Take requests that carry a script. For tests.")
     enable_fault_injection: bool = Field(default=False, description="Take requests that ask for faults. For tests.")
     chat_template: str | None = Field(default=None, description="File of a chat template, or the template itself.")
@@ -166,12 +169,14 @@ def load_settings(flags: Mapping[str, Any]) -> Settings:
     """
     try:
         settings = Settings(**{name: value for name, value in flags.items() if value is not None})
-        settings.engine_config()
+        config = settings.engine_config()
         _compile_chat_template(settings)
     except ValidationError as error:
         raise SettingsError("; ".join(_describe(problem, flags) for problem in error.errors())) from error
     except InvalidRequest as error:
         raise SettingsError(str(error)) from error
+    if settings.per_request_spec_decode_metrics != "none" and config.speculative is None:
+        raise SettingsError("--per-request-spec-decode-metrics needs speculation: see --speculative-config")
     return settings
 
 

@@ -19,8 +19,8 @@ from starlette.types import Receive, Scope, Send
 
 from app.errors import ClientGone, as_api_error
 from app.faults import faulty
-from app.generation import Run
-from app.schemas import StreamOptions, Usage
+from app.run import Run
+from app.schemas import StreamOptions
 from core import RequestOutput
 
 logger = logging.getLogger(__name__)
@@ -46,7 +46,7 @@ class ChunkWriter(Protocol):
     def deltas(self, index: int, output: RequestOutput, extra: Mapping[str, Any]) -> Iterator[BaseModel]:
         """What an output adds to its choice, `extra` fields on each chunk; nothing while all of it is held back."""
 
-    def usage_chunk(self, usage: Usage) -> BaseModel:
+    def totals_chunk(self, totals: Mapping[str, Any]) -> BaseModel:
         """The chunk without choices that ends a stream whose client asked for the totals."""
 
 
@@ -64,7 +64,7 @@ async def chunk_events(run: Run, writer: ChunkWriter, options: StreamOptions) ->
             elif not pairs:
                 yield KEEP_ALIVE
         if options.include_usage:
-            yield event(writer.usage_chunk(run.usage()))
+            yield event(writer.totals_chunk(run.totals()))
 
 
 class EventStream(Response):

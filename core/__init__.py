@@ -25,6 +25,7 @@ from core.memory.block_manager import (
     kv_cache_blocks_fragmentation,
 )
 from core.request import (
+    DraftOutcome,
     FinishReason,
     NewRequest,
     OutputToken,
@@ -47,6 +48,7 @@ __all__ = [
     "ByteTokenizer",
     "ContextLengthExceeded",
     "ContinuousBatchingScheduler",
+    "DraftOutcome",
     "DuplicateRequest",
     "Engine",
     "EngineConfig",

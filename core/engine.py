@@ -31,6 +31,8 @@ from core.tokenizer import IncrementalDetokenizer, Tokenizer
 logger = logging.getLogger(__name__)
 _HELD = object()  # holds blocks in the block manager as a request would; equal to no request's id
 
+MAX_PREDICTED_DRAFTS = 8  # a step, where a request brings a prediction: they cost rows and no draft model
+
 
 @dataclass(frozen=True, slots=True)
 class _Executed:
@@ -183,6 +185,7 @@ class Engine:
         """
         self._raise_if_dead()
         params = self.check(new.prompt_token_ids, new.params)
+        self._check_ids("prediction", new.prediction_token_ids)
         if new.script is not None and not self.config.enable_scripts:
             raise InvalidRequest("script is taken only by a server started with --enable-scripts", "script")
         siblings = [
@@ -214,9 +217,11 @@ class Engine:
             cache_salt=encode_salt(salt),
             siblings=siblings,
             arrival_s=new.arrival_s,
+            prediction=new.prediction_token_ids,
         )
-        num_drafts = params.speculative_tokens
-        request.num_speculative_tokens = self._num_drafts if num_drafts is None else min(num_drafts, self._num_drafts)
+        asked = params.speculative_tokens
+        request.num_speculative_tokens = _at_most(self._num_drafts, asked)
+        request.num_predicted_tokens = _at_most(MAX_PREDICTED_DRAFTS if request.prediction else 0, asked)
         return request
 
     def reset_prefix_cache(self) -> None:
@@ -385,3 +390,7 @@ class Engine:
             hit_rate_error=self._ghost.standard_error if self._ghost else 0.0,
             num_preemptions=self._scheduler.num_preemptions,
         )
+
+
+def _at_most(limit: int, asked: int | None) -> int:
+    return limit if asked is None else min(limit, asked)

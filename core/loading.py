@@ -18,6 +18,7 @@ from core.config import (
     memory_limit_bytes,
     num_usable_cores,
 )
+from core.decoding.prediction import PredictionProposer
 from core.decoding.proposers import DraftModelProposer, NgramProposer, Proposer
 from core.decoding.speculative import VERIFICATION_RULES
 from core.engine import Engine
@@ -138,7 +139,8 @@ def load_engine(config: EngineConfig) -> Engine:
     )
     model, cache = _model_and_cache(weights, memory, config, "target")
     verify = VERIFICATION_RULES[config.speculative.verification if config.speculative else "block"]
-    runner = ModelRunner(model, cache, _proposer(config, weights.config, draft_weights, memory), verify=verify)
+    proposer = PredictionProposer(_proposer(config, weights.config, draft_weights, memory))
+    runner = ModelRunner(model, cache, proposer, verify=verify)
     return Engine(config, weights.config, _tokenizer(config), runner)
 
 

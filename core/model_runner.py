@@ -66,7 +66,9 @@ class ModelRunner:
         rows = self._run_target(plan, proposal)
         new_tokens = _accept(yielding, drafts, rows, self._verify)
         sampled = {
-            s.request_id: SampledTokens(tokens, _logprobs(s.request, tokens, logits), len(draft.token_ids))
+            s.request_id: SampledTokens(
+                tokens, _logprobs(s.request, tokens, logits), len(draft.token_ids), draft.is_predicted
+            )
             for s, draft, tokens, logits in zip(yielding, drafts, new_tokens, rows, strict=True)
         }
         for scheduled, logits in zip(yielding, rows, strict=True):

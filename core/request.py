@@ -167,11 +167,36 @@ class OutputToken:
 
 
 @dataclass(frozen=True, slots=True)
+class DraftOutcome:
+    """What became of a request's drafts in one step.
+
+    `num_accepted` is what the rule accepted. A stop may have cut some of that off: `num_emitted` tokens came of the
+    step, the bonus token among them. `is_predicted`: the drafts came from the request's prediction.
+    """
+
+    num_drafted: int
+    num_accepted: int
+    num_emitted: int
+    is_predicted: bool = False
+
+    @property
+    def num_gained(self) -> int:
+        """Tokens beyond the one that a step gives without drafts; what counters call accepted."""
+        return self.num_emitted - 1
+
+    @property
+    def num_drafts_emitted(self) -> int:
+        """Drafts that are in the output."""
+        return min(self.num_accepted, self.num_emitted)
+
+
+@dataclass(frozen=True, slots=True)
 class RequestOutput:
     """What one step adds to one request: a delta. `finish_reason` is set on the last one only.
 
     `text` is what may be shown now; it lags behind `num_generated_tokens` while a stop string or a character may
     still complete. `tokens` are exactly those whose text this delta brings to an end.
+    `drafts`: what became of this step's drafts, None if there were none.
     """
 
     request_id: str
@@ -183,6 +208,7 @@ class RequestOutput:
     finish_reason: FinishReason | None = None
     stop_reason: str | int | None = None
     error: str | None = None
+    drafts: DraftOutcome | None = None
 
     @property
     def is_finished(self) -> bool:
@@ -213,6 +239,7 @@ class NewRequest:
         sibling_ids: ids of further samples of the same prompt, which is computed once; their choices count on.
         cache_salt: named parts (an API key, a salt of the caller's) that must all be equal for blocks to be shared.
         script: what to say instead of the model (`core.scripted`), or None.
+        prediction_token_ids: what the caller expects to be said, to take drafts from.
     """
 
     request_id: str
@@ -223,6 +250,7 @@ class NewRequest:
     sibling_ids: tuple[str, ...] = ()
     cache_salt: Mapping[str, str] = field(default_factory=dict)
     script: tuple[ScriptEntry, ...] | None = None
+    prediction_token_ids: tuple[int, ...] = ()
 
 
 class Script(Protocol):
@@ -251,6 +279,7 @@ class Request:
         cache_salt: goes into the hashes of its blocks; only requests with the same share them.
         siblings: further samples of the same prompt, born when it is computed.
         arrival_s: when the service received it, on the engine's clock.
+        prediction: token ids that the caller expects it to say.
     """
 
     def __init__(
@@ -268,6 +297,7 @@ class Request:
         cache_salt: bytes = b"",
         siblings: Sequence["Request"] = (),
         arrival_s: float = 0.0,
+        prediction: Sequence[int] = (),
     ) -> None:
         if not prompt_token_ids:
             raise InvalidRequest("prompt has 0 tokens, at least 1 is needed", "prompt")
@@ -287,12 +317,14 @@ class Request:
         for sibling in siblings:
             sibling.num_samples = self.num_samples
         self.arrival_s = arrival_s
+        self.prediction = tuple(prediction)
         self.num_prompt_tokens = len(prompt_token_ids)
         self.max_tokens: int = params.max_tokens
         self.token_ids: list[int] = list(prompt_token_ids)
         self.status = RequestStatus.WAITING
         self.age = (0, choice)  # order of arrival and choice, given by the scheduler
         self.num_speculative_tokens = 0  # most drafts a step, given by the engine
+        self.num_predicted_tokens = 0  # most drafts a step from its prediction, given by the engine
         self.num_computed_tokens = 0
         self.num_draft_computed_tokens = 0
         self.num_published_blocks = 0  # leading blocks that others can find
@@ -330,7 +362,7 @@ class Request:
     @property
     def num_drafts_wanted(self) -> int:
         """Most draft tokens its next step could use: never past max_tokens, whose last token needs no draft."""
-        wanted = self.num_speculative_tokens
+        wanted = max(self.num_speculative_tokens, self.num_predicted_tokens)
         if self.script is not None:
             wanted = len(self.script.group_at(self.num_output_tokens)) - 1
         return max(0, min(wanted, self.max_tokens - self.num_output_tokens - 1))

@@ -7,7 +7,7 @@ draft slots, blocks, copies) stands in the plan, so a run can be replayed from i
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from core.request import Request, TokenLogprobs
+from core.request import DraftOutcome, Request, TokenLogprobs
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,15 +76,25 @@ class SchedulerOutput:
 
 @dataclass(frozen=True, slots=True)
 class SampledTokens:
-    """A request's new tokens: its accepted drafts and the one token that the target adds."""
+    """A request's new tokens: its accepted drafts and the one token that the target adds.
+
+    `is_predicted`: the drafts came from the request's prediction.
+    """
 
     token_ids: Sequence[int]
     logprobs: Sequence[TokenLogprobs | None] = ()
     num_draft_tokens: int = 0
+    is_predicted: bool = False
 
     @property
     def num_accepted_tokens(self) -> int:
         return len(self.token_ids) - 1
+
+    def outcome(self, num_emitted: int) -> DraftOutcome | None:
+        """What became of its drafts when so many of its tokens were emitted; None if there were none."""
+        if not self.num_draft_tokens:
+            return None
+        return DraftOutcome(self.num_draft_tokens, self.num_accepted_tokens, num_emitted, self.is_predicted)
 
 
 @dataclass(frozen=True, slots=True)

@@ -30,6 +30,7 @@ class Draft:
 
     token_ids: list[int] = field(default_factory=list)
     laws: list[NDArray[np.float64]] = field(default_factory=list)
+    is_predicted: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -274,14 +274,14 @@ class ContinuousBatchingScheduler:
             raise InvariantViolation(f"{request!r} should have yielded a token")
         if sampled.num_accepted_tokens > scheduled.num_draft_slots:
             raise InvariantViolation(f"{request!r} accepted more drafts than it had slots")
-        tracker = self._trackers[request.request_id]
+        tracker, num_before = self._trackers[request.request_id], request.num_tokens
         request.num_computed_tokens += sampled.num_accepted_tokens
         logprobs = sampled.logprobs or [None] * len(sampled.token_ids)
         for token_id, token_logprobs in zip(sampled.token_ids, logprobs, strict=True):
             tracker.append(token_id, token_logprobs)
             if request.is_finished:
                 break
-        self._outputs.append(tracker.take_output())
+        self._outputs.append(tracker.take_output(sampled.outcome(request.num_tokens - num_before)))
 
     def _advance_draft(self, request: Request, result: ModelRunnerOutput) -> None:
         computed = result.draft_computed.get(request.request_id, request.num_draft_computed_tokens)

@@ -8,7 +8,7 @@ stay aligned with it.
 
 from dataclasses import dataclass
 
-from core.request import FinishReason, OutputToken, Request, RequestOutput, TokenLogprobs
+from core.request import DraftOutcome, FinishReason, OutputToken, Request, RequestOutput, TokenLogprobs
 
 
 @dataclass(slots=True)
@@ -147,8 +147,8 @@ class StopTracker:
         self._release(len(self._held))
         self._request.finish(FinishReason.STOP, stop)
 
-    def take_output(self) -> RequestOutput:
-        """What may leave now, as a delta; it is handed over."""
+    def take_output(self, drafts: DraftOutcome | None = None) -> RequestOutput:
+        """What may leave now, as a delta, with what became of the step's drafts; it is handed over."""
         request = self._request
         output = RequestOutput(
             request_id=request.request_id,
@@ -160,6 +160,7 @@ class StopTracker:
             finish_reason=request.finish_reason,
             stop_reason=request.stop_reason,
             error=request.error,
+            drafts=drafts,
         )
         self._ready, self._ready_text = [], ""
         return output

@@ -128,7 +128,6 @@ async def test_logprobs_list_every_token_with_its_bytes():
         ({"response_format": {"type": "json_object"}}, "response_format"),
         ({"modalities": ["text", "audio"]}, "modalities"),
         ({"audio": {"voice": "x"}}, "audio"),
-        ({"prediction": {"type": "content", "content": "x"}}, "prediction"),
         ({"functions": [{"name": "f"}]}, "functions"),
         ({"chat_template": "{{ 1 }}"}, "chat_template"),
         ({"echo": True}, "echo"),

@@ -8,8 +8,6 @@ from app.generation import (
     Ask,
     build,
     encode,
-    merge,
-    most_likely,
     prompt_items,
     sampling_params,
     stream_options,
@@ -17,12 +15,8 @@ from app.generation import (
 from app.schemas import CompletionRequest, StreamOptions
 from core import (
     ContextLengthExceeded,
-    FinishReason,
     InvalidRequest,
-    OutputToken,
-    RequestOutput,
     SamplingParams,
-    TokenLogprobs,
 )
 from tests.app.servers import make_engine
 
@@ -170,26 +164,3 @@ def test_best_of_makes_more_sequences_than_choices():
 
     assert (2, 6, 3) == (job.num_choices, len(job.request_ids), job.num_samples)
     assert "b" == job.prompt_of(1).text
-
-
-def test_the_most_likely_samples_are_those_of_the_highest_mean_a_token():
-    """The longest has the lowest sum and yet the best mean."""
-
-    def sample(name: str, *logprobs: float) -> RequestOutput:
-        tokens = tuple(OutputToken(1, "", TokenLogprobs(logprob)) for logprob in logprobs)
-        return RequestOutput(name, name, tokens, 1, 0, len(tokens), FinishReason.STOP)
-
-    samples = [sample("poor", -3.0), sample("long", -1.0, -1.0, -1.5), sample("fair", -2.0)]
-
-    assert ["long", "fair"] == [best.request_id for best in most_likely(samples, 2)]
-
-
-def test_merged_deltas_are_the_whole():
-    parts = [
-        RequestOutput("r", "He", (OutputToken(1, "He"),), 5, 2, 1),
-        RequestOutput("r", "", (), 5, 2, 2),
-        RequestOutput("r", "y", (OutputToken(2, ""), OutputToken(3, "y")), 5, 2, 3, FinishReason.STOP, "x"),
-    ]
-    tokens = (OutputToken(1, "He"), OutputToken(2, ""), OutputToken(3, "y"))
-
-    assert RequestOutput("r", "Hey", tokens, 5, 2, 3, FinishReason.STOP, "x") == merge(parts)

@@ -1,5 +1,6 @@
 """The messages of one step."""
 
+from core.request import DraftOutcome
 from core.step import SampledTokens, ScheduledRequest, SchedulerOutput, count_only
 from tests.builders import plan, request
 
@@ -29,6 +30,15 @@ def test_a_plan_describes_itself_in_numbers_alone():
 
 def test_accepted_are_all_new_tokens_but_the_last():
     assert [0, 3] == [SampledTokens(tokens).num_accepted_tokens for tokens in ([5], [5, 6, 7, 8])]
+
+
+def test_what_became_of_drafts_is_known_when_it_is_known_how_many_tokens_were_emitted():
+    predicted = SampledTokens([5, 6, 7], num_draft_tokens=4, is_predicted=True)
+    outcome = predicted.outcome(2)
+
+    assert DraftOutcome(4, 2, 2, is_predicted=True) == outcome
+    assert (1, 2) == (outcome.num_gained, outcome.num_drafts_emitted)
+    assert SampledTokens([5]).outcome(1) is None
 
 
 def test_counting_gives_a_token_to_everyone_who_yields():

@@ -5,7 +5,7 @@ import logging
 import pytest
 
 from core.errors import DuplicateRequest, InvalidRequest, InvariantViolation, UnknownRequest
-from core.request import FinishReason, RequestStatus
+from core.request import DraftOutcome, FinishReason, RequestStatus
 from core.scheduling.scheduler import ContinuousBatchingScheduler
 from core.step import ModelRunnerOutput, SampledTokens, SchedulerOutput, count_only
 from tests.builders import family, request, scheduler
@@ -258,7 +258,9 @@ def test_an_end_inside_an_accepted_run_cuts_the_rest_off():
     report = ended.step()
 
     assert (["a"], [5, 7], FinishReason.STOP) == (report.finished, a.output_token_ids, a.finish_reason)
-    assert [(5, 7)] == [tuple(t.token_id for t in output.tokens) for output in ended.take_outputs()]
+    (output,) = ended.take_outputs()
+    assert (5, 7) == tuple(t.token_id for t in output.tokens)
+    assert DraftOutcome(num_drafted=3, num_accepted=3, num_emitted=2) == output.drafts
 
 
 # Preemption

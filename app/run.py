@@ -1,0 +1,170 @@
+"""A job under way: from the engine's outputs back to choices, usage and metrics.
+
+A `Run` ends its sequences when it is left, whatever the way out.
+"""
+
+import logging
+import time
+from collections.abc import Sequence
+from typing import Any, Self
+
+from app.drafts import DraftTally
+from app.engine_loop import EngineLoop, Stream
+from app.errors import SERVER_ERROR, ApiError
+from app.generation import Job, Prompt
+from app.schemas import FinishReason, PromptTokensDetails, Usage
+from core import FinishReason as EngineFinishReason
+from core import RequestOutput
+
+logger = logging.getLogger(__name__)
+
+_SHOWN_REASONS: dict[EngineFinishReason, FinishReason] = {
+    EngineFinishReason.STOP: "stop",
+    EngineFinishReason.LENGTH: "length",
+}
+
+
+class Run:
+    """A job under way. Use it in a `with`: leaving it aborts whatever still runs.
+
+    `draft_metrics`: what responses tell of drafts: none, summary or detailed.
+    """
+
+    def __init__(self, loop: EngineLoop, job: Job, draft_metrics: str = "none") -> None:
+        self.job = job
+        self._loop = loop
+        self._stream: Stream | None = None
+        self._index = {request_id: index for index, request_id in enumerate(job.request_ids)}
+        self._last: dict[int, RequestOutput] = {}
+        self._draft_metrics = draft_metrics
+        self._drafts = DraftTally()
+
+    def __enter__(self) -> Self:
+        self._stream = self._loop.submit(self.job.requests)
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        assert self._stream is not None
+        self._stream.close()
+        self._log()
+
+    def __aiter__(self) -> Self:
+        return self
+
+    async def __anext__(self) -> list[tuple[int, RequestOutput]]:
+        """(sample, output) pairs of the steps since the last time; [] is a sign of life. Raises for a failed one."""
+        assert self._stream is not None
+        pairs = [(self._index[output.request_id], output) for output in await anext(self._stream)]
+        for index, output in pairs:
+            self._last[index] = output
+            if output.drafts is not None:
+                self._drafts.add(output.drafts, is_kept=self._tells_metrics)
+            if output.is_finished and output.finish_reason not in _SHOWN_REASONS:
+                logger.error("request failed", extra={"request_id": self.job.id, "error": output.error})
+                raise ApiError(500, "The engine failed on this request", kind=SERVER_ERROR)
+        return pairs
+
+    def mark_shown(self) -> None:
+        """The client has been sent something just now: signs of life are given to those who see nothing for long."""
+        assert self._stream is not None
+        self._stream.mark_shown()
+
+    async def collect(self) -> list[RequestOutput]:
+        """All outputs to the end, merged to one per choice, in order: of each prompt's samples, the n best."""
+        outputs: list[list[RequestOutput]] = [[] for _ in self._index]
+        async for pairs in self:
+            for index, output in pairs:
+                outputs[index].append(output)
+        merged = [merge(parts) for parts in outputs]
+        size = self.job.num_samples
+        if size == self.job.n:
+            return merged
+        return [best for i in range(0, len(merged), size) for best in most_likely(merged[i : i + size], self.job.n)]
+
+    def usage(self) -> Usage:
+        """Tokens so far. Each prompt counts once, and so do its cached tokens."""
+        job = self.job
+        first_samples = (self._last[i] for i in range(0, len(self._index), job.num_samples) if i in self._last)
+        usage = make_usage(
+            job.prompts,
+            num_generated=sum(output.num_generated_tokens for output in self._last.values()),
+            num_cached=sum(output.num_cached_tokens for output in first_samples),
+        )
+        if job.has_prediction:
+            usage.completion_tokens_details = self._drafts.prediction_details()
+        return usage
+
+    def totals(self) -> dict[str, Any]:
+        """What a response tells of the request as a whole: usage and, where the server is told to, metrics."""
+        return {"usage": self.usage(), **self._metrics()}
+
+    @property
+    def _tells_metrics(self) -> bool:
+        """They are of one sequence; vLLM says null where there are several."""
+        return self._draft_metrics != "none" and len(self._index) == 1
+
+    def _metrics(self) -> dict[str, Any]:
+        speculative = self._loop.engine.config.speculative
+        if self._draft_metrics == "none" or speculative is None:
+            return {}
+        if not self._tells_metrics:
+            return {"metrics": None}
+        is_detailed = self._draft_metrics == "detailed"
+        return {"metrics": self._drafts.metrics(speculative.num_speculative_tokens, is_detailed=is_detailed)}
+
+    def _log(self) -> None:
+        outputs = self._last.values()
+        reasons = {output.finish_reason.value for output in outputs if output.finish_reason is not None}
+        if sum(output.is_finished for output in outputs) < len(self._index):
+            reasons.add(EngineFinishReason.ABORT.value)
+        usage = self.usage()
+        fields = {
+            "request_id": self.job.id,
+            "trace_id": self.job.trace_id,
+            "reason": ",".join(sorted(reasons)),
+            "num_choices": self.job.num_choices,
+            "num_prompt_tokens": usage.prompt_tokens,
+            "num_output_tokens": usage.completion_tokens,
+            "duration_s": round(time.monotonic() - self.job.requests[0].arrival_s, 4),
+        }
+        logger.info("request finished", extra=fields)
+
+
+def make_usage(prompts: Sequence[Prompt], *, num_generated: int = 0, num_cached: int = 0) -> Usage:
+    num_prompt_tokens = sum(len(prompt.token_ids) for prompt in prompts)
+    return Usage(
+        prompt_tokens=num_prompt_tokens,
+        completion_tokens=num_generated,
+        total_tokens=num_prompt_tokens + num_generated,
+        prompt_tokens_details=PromptTokensDetails(cached_tokens=num_cached),
+    )
+
+
+def merge(parts: Sequence[RequestOutput]) -> RequestOutput:
+    """Successive deltas of one sequence as one."""
+    last = parts[-1]
+    return RequestOutput(
+        request_id=last.request_id,
+        text="".join(part.text for part in parts),
+        tokens=tuple(token for part in parts for token in part.tokens),
+        num_prompt_tokens=last.num_prompt_tokens,
+        num_cached_tokens=last.num_cached_tokens,
+        num_generated_tokens=last.num_generated_tokens,
+        finish_reason=last.finish_reason,
+        stop_reason=last.stop_reason,
+    )
+
+
+def most_likely(samples: Sequence[RequestOutput], num: int) -> list[RequestOutput]:
+    """The `num` samples with the highest mean log-probability a token, best first."""
+
+    def mean_logprob(sample: RequestOutput) -> float:
+        logprobs = [token.logprobs.logprob for token in sample.tokens if token.logprobs is not None]
+        return sum(logprobs) / len(logprobs)
+
+    return sorted(samples, key=mean_logprob, reverse=True)[:num]
+
+
+def shown_reason(output: RequestOutput) -> FinishReason | None:
+    """The finish reason as clients know it, None while it goes on."""
+    return None if output.finish_reason is None else _SHOWN_REASONS[output.finish_reason]
