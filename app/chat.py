@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from fastapi import APIRouter, Request
@@ -57,7 +58,7 @@ async def create_chat_completion(body: ChatRequest, request: Request, service: S
 
 async def _ask(service: Service, body: ChatRequest, tools: ToolUse, request: Request, arrival_s: float) -> Ask:
     model = service.check_model(body.model)
-    params = _params(body)
+    params = _held_to_tools(_params(body), tools)
     script = parse_script(body.script, is_enabled=service.settings.enable_scripts)
     text = await service.in_tokenizer(
         render_prompt,
@@ -67,12 +68,13 @@ async def _ask(service: Service, body: ChatRequest, tools: ToolUse, request: Req
         add_generation_prompt=body.add_generation_prompt is not False,
         continue_final_message=bool(body.continue_final_message),
     )
+    await service.in_tokenizer(tools.compile, service.engine)
     return Ask(
         kind="chatcmpl",
         model=model,
         prompt=text,
         params=params,
-        names=_names(body),
+        names={**_names(body), **({"structured_output": "tools"} if tools.structured_output() else {})},
         n=body.n or 1,
         cache_salt=service.cache_salt(request, body),
         script=script,
@@ -95,6 +97,15 @@ def _params(body: ChatRequest) -> SamplingParams:
         )
     except InvalidRequest as error:
         raise renamed(error, names) from None
+
+
+def _held_to_tools(params: SamplingParams, tools: ToolUse) -> SamplingParams:
+    structured_output = tools.structured_output()
+    if structured_output is None:
+        return params
+    if params.structured_output is not None:
+        raise InvalidRequest("an output is held either to a format or to calls of tools", "tools")
+    return replace(params, structured_output=structured_output)
 
 
 def _names(body: ChatRequest) -> dict[str, str]:

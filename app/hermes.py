@@ -1,7 +1,8 @@
 """The Hermes form of tool calls: `<tool_call>{"name": ..., "arguments": {...}}</tool_call>` in the model's text.
 
-Both ends of it: the words that tell a model of its tools where its template has none, and the reader that finds calls
-in what it writes. The form is NousResearch's (Hermes 2 Pro, 2024); Qwen's models were trained on it too.
+All of it: the words that tell a model of its tools where its template has none, the grammar that holds it to the form,
+and the reader that finds calls in what it writes. The form is NousResearch's (Hermes 2 Pro, 2024); Qwen's models were
+trained on it too.
 """
 
 import json
@@ -11,8 +12,11 @@ from itertools import groupby
 from typing import Any, NoReturn
 
 from app.parts import CallArguments, CallStart, Part, Text, new_call_id
+from core import lark_json
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
+MAX_CALLS = 32  # of an answer that has to be calls: it may end after each, but a small model may not see when to
+_TEXT = r"/(.|\n)*/"
 _INTRODUCTION = """\
 # Tools
 
@@ -62,6 +66,25 @@ def _with_calls(message: Mapping[str, Any]) -> dict[str, Any]:
 
 def _result(message: Mapping[str, Any]) -> str:
     return f"<tool_response>\n{message['content']}\n</tool_response>"
+
+
+def grammar(schemas: Mapping[str, Mapping[str, Any]], *, is_parallel: bool, allows_text: bool) -> str:
+    """In llguidance's Lark: calls of these functions, with arguments of these schemas and, on wish, text around them.
+
+    With text the tag decides: once it is written there is no way but through a call.
+    """
+    if allows_text:
+        start = f"(open call)* {_TEXT}" if is_parallel else f"open call | {_TEXT}"
+        rules = [f"start: {start}", f"open[lazy]: {_TEXT} {json.dumps(OPEN)}"]
+    else:
+        more = f' ("\\n" open call){{0,{MAX_CALLS - 1}}}' if is_parallel else ""
+        rules = [f"start: open call{more}", f"open: {json.dumps(OPEN)}"]
+    choices = " | ".join(f"call_{i}" for i in range(len(schemas)))
+    rules.append(f'call: "\\n" ({choices}) "\\n{CLOSE}"')
+    for i, (name, schema) in enumerate(schemas.items()):
+        head = json.dumps(f'{{"name": {json.dumps(name)}, "arguments": ')
+        rules.append(f'call_{i}: {head} arguments_{i} "}}"\narguments_{i}: {lark_json(schema)}')
+    return "\n".join(rules)
 
 
 class CallReader:

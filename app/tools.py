@@ -1,41 +1,78 @@
-"""What a chat may call: its tools, checked, and what follows from `tool_choice` for prompt, answer and finish reason.
+"""What a chat may call: its tools, checked, and what follows from `tool_choice` for prompt, output and finish reason.
 
-| tool_choice | the model is told of the tools | its answer is read as | finish reason of calls |
-|---|---|---|---|
-| none (the default without tools) | no | text | |
-| auto (the default with tools) | yes | text with calls in the Hermes form | tool_calls |
+| tool_choice | the model is told of the tools | its output is held to | and read as | finish reason of calls |
+|---|---|---|---|---|
+| none (the default without tools) | no | nothing | text | |
+| auto (the default with tools) | yes | nothing; calls to the schemas if one is strict | text and calls | tool_calls |
+| required | yes | calls in the form, their arguments to the schemas | calls | tool_calls |
+| a function by name | yes | the schema of its parameters | its arguments | stop |
+
+The form is that of `app.hermes`.
 """
 
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, Literal
 
-from app.errors import unsupported
-from app.hermes import CallReader
+from app.hermes import CallReader, grammar
 from app.parts import ArgumentsReader, Call, PartReader, TextReader, assembled
-from app.schemas import ChatFinishReason, ChatRequest, FinishReason, NamedToolChoice, Tool
-from core import InvalidRequest
+from app.schemas import ChatFinishReason, ChatRequest, FinishReason, FunctionDefinition, NamedToolChoice, Tool
+from core import Engine, InvalidRequest, StructuredOutput
 
 Choice = Literal["none", "auto", "required", "named"]
+ANY_OBJECT = {"type": "object"}
+NO_ARGUMENTS = {"type": "object", "properties": {}, "additionalProperties": False}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ToolUse:
-    """The tools of one request, as it wants them used.
+    """The tools of one request, as it wants them used: none that the model is not to know of.
 
-    `definitions` are what the model is told of, in the form that templates take; `named` is the function that has to
-    be called, where the choice names one.
+    `named` is the function that has to be called, where the choice names one.
     """
 
     choice: Choice = "none"
-    definitions: Sequence[Mapping[str, Any]] = ()
-    names: Collection[str] = field(default_factory=frozenset)
+    tools: Sequence[Tool] = ()
     named: str | None = None
     is_parallel: bool = True
 
     @property
+    def definitions(self) -> list[dict[str, Any]]:
+        return definitions(self.tools)
+
+    @property
     def must_call(self) -> bool:
         return self.choice in ("required", "named")
+
+    def structured_output(self) -> StructuredOutput | None:
+        """What the output is held to, if anything."""
+        schemas = self._enforced()
+        if self.named is not None:
+            return StructuredOutput("json_schema", json.dumps(schemas[self.named]))
+        if not schemas:
+            return None
+        lark = grammar(schemas, is_parallel=self.is_parallel, allows_text=self.choice == "auto")
+        return StructuredOutput("grammar", lark)
+
+    def compile(self, engine: Engine) -> None:
+        """Have each enforced schema tried by itself, so that the one that cannot be honoured can be named."""
+        for name, schema in self._enforced().items():
+            try:
+                engine.compile(StructuredOutput("json_schema", json.dumps(schema)))
+            except InvalidRequest as error:
+                raise InvalidRequest(f"the parameters of the function {name!r}: {error}", "tools") from error
+
+    def _enforced(self) -> dict[str, dict[str, Any]]:
+        """Schemas that arguments are held to, by function; none where calls may look as they like."""
+        functions = {tool.function.name: tool.function for tool in self.tools}
+        if self.named is not None:
+            return {self.named: _schema(functions[self.named])}
+        if self.choice == "required":
+            return {name: _schema(function) for name, function in functions.items()}
+        if not any(function.strict for function in functions.values()):
+            return {}
+        return {name: _schema(function) if function.strict else ANY_OBJECT for name, function in functions.items()}
 
     def reader(self) -> PartReader:
         """Reads one choice's text as it comes."""
@@ -51,7 +88,8 @@ class ToolUse:
             return TextReader()
         if self.named is not None:
             return ArgumentsReader(self.named)
-        return CallReader(self.names, is_parallel=self.is_parallel, announces_early=announces_early)
+        names = {tool.function.name for tool in self.tools}
+        return CallReader(names, is_parallel=self.is_parallel, announces_early=announces_early)
 
     def reason(self, reason: FinishReason, *, has_calls: bool) -> ChatFinishReason:
         """The finish reason as clients know it: a call that was cut ends with length, one that was named with stop."""
@@ -64,30 +102,37 @@ def tool_use(body: ChatRequest) -> ToolUse:
         if body.tool_choice not in (None, "none"):
             raise InvalidRequest("tool_choice needs tools", "tool_choice")
         return ToolUse()
-    names = [tool.function.name for tool in body.tools]
-    if doubled := next((name for name in names if names.count(name) > 1), None):
-        raise InvalidRequest(f"tools has two functions of the name {doubled!r}", "tools")
-    choice, named = _choice(body, names)
+    _check(body.tools)
+    choice, named = _choice(body)
     if choice == "none":  # not told of them, it has no reason to write what nobody reads
         return ToolUse()
-    return ToolUse(
-        choice=choice,
-        definitions=definitions(body.tools),
-        names=frozenset(names),
-        named=named,
-        is_parallel=body.parallel_tool_calls is not False,
-    )
+    return ToolUse(choice=choice, tools=body.tools, named=named, is_parallel=body.parallel_tool_calls is not False)
 
 
-def _choice(body: ChatRequest, names: Sequence[str]) -> tuple[Choice, str | None]:
-    if isinstance(body.tool_choice, NamedToolChoice):
-        name = body.tool_choice.function.name
-        if name not in names:
-            raise InvalidRequest(f"tool_choice names {name[:64]!r}, tools has no such function", "tool_choice")
-        raise unsupported("tool_choice", "with a named function is not supported by this server")
-    if body.tool_choice == "required":
-        raise unsupported("tool_choice", "required is not supported by this server")
-    return body.tool_choice or "auto", None
+def _check(tools: Sequence[Tool]) -> None:
+    names = [tool.function.name for tool in tools]
+    for number, tool in enumerate(tools):
+        if names.index(tool.function.name) != number:
+            raise InvalidRequest(f"tools has two functions of the name {tool.function.name!r}", "tools")
+        kind = (tool.function.parameters or ANY_OBJECT).get("type", "object")
+        if kind != "object":
+            raise InvalidRequest(
+                f"tools[{number}].function.parameters has the type {str(kind)[:32]!r}, arguments are an object", "tools"
+            )
+
+
+def _choice(body: ChatRequest) -> tuple[Choice, str | None]:
+    if not isinstance(body.tool_choice, NamedToolChoice):
+        return body.tool_choice or "auto", None
+    name = body.tool_choice.function.name
+    if name not in {tool.function.name for tool in body.tools or ()}:
+        raise InvalidRequest(f"tool_choice names {name[:64]!r}, tools has no such function", "tool_choice")
+    return "named", name
+
+
+def _schema(function: FunctionDefinition) -> dict[str, Any]:
+    """Of a function's arguments; without a word on parameters it has none."""
+    return NO_ARGUMENTS if function.parameters is None else {**function.parameters, **ANY_OBJECT}
 
 
 def definitions(tools: Sequence[Tool]) -> list[dict[str, Any]]:

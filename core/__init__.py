@@ -5,6 +5,7 @@ be learnt and tested (`docs/lab.md`). The server runs on these very classes.
 """
 
 from core.config import EMBEDDED_MODEL, EngineConfig, SpeculativeConfig
+from core.decoding.constraints import lark_json
 from core.decoding.speculative import speculative_accept
 from core.engine import Engine
 from core.errors import (
@@ -79,6 +80,7 @@ __all__ = [
     "blocks_needed",
     "kv_cache_blocks_fragmentation",
     "kv_memory",
+    "lark_json",
     "load_engine",
     "speculative_accept",
     "static_batching_steps",

@@ -12,7 +12,7 @@ since drafts were refused or a sibling went another way, gets what a new one wou
 import json
 import re
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
@@ -153,8 +153,12 @@ def lark_of(wanted: StructuredOutput) -> str:
         return value
     if wanted.kind == "regex":
         return f"start: /{regex_to_lark(value, '')}/"
-    schema = {"type": "object"} if wanted.kind == "json_object" else _schema(value)
-    return f"start: %json {json.dumps({**schema, 'x-guidance': _JSON_FORM})}"
+    return f"start: {lark_json({'type': 'object'} if wanted.kind == 'json_object' else _schema(value))}"
+
+
+def lark_json(schema: Mapping[str, Any]) -> str:
+    """JSON of a schema as a term of a grammar, in the one form that we let models write."""
+    return f"%json {json.dumps({**schema, 'x-guidance': _JSON_FORM})}"
 
 
 def _schema(text: str) -> dict[str, Any]:

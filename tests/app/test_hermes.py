@@ -8,8 +8,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from app.hermes import CallReader, in_words
+from app.hermes import CallReader, grammar, in_words
 from app.parts import CallArguments, CallStart, Part, Text, assembled
+from core import ByteTokenizer, StructuredOutput
+from core.decoding.constraints import GrammarCompiler
 
 NAMES = {"f", "g"}
 F = '{"name": "f", "arguments": {"a": "x}", "b": [1, {}]}}'
@@ -177,6 +179,45 @@ def test_text_without_a_call_comes_out_to_the_letter_in_whatever_pieces(bits: li
     text = "".join(bits)
 
     assert (text, []) == answer(*cut(text, sizes))
+
+
+SCHEMAS: dict[str, Any] = {
+    "f": {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"], "additionalProperties": False},
+    "g": {"type": "object"},
+}
+F1 = call('{"name": "f", "arguments": {"a": 1}}')
+TRUE = call('{"name": "f", "arguments": {"a": true}}')
+G1 = call('{"name": "g", "arguments": {"b": [1, "x"]}}')
+
+
+@pytest.mark.parametrize(
+    ("options", "whole", "no_way"),
+    [
+        (
+            {},
+            [F1, G1, f"{F1}\n{G1}"],
+            ["", "x", f"{F1}{G1}", f"{F1}\nx", F1.replace("1", "true"), F1.replace("f", "h")],
+        ),
+        ({"is_parallel": False}, [F1], ["", f"{F1}\n"]),
+        ({"allows_text": True}, ["", "x", "a < b", F1, f"x {F1} y\n{G1}z"], ["x<tool_call>y", TRUE]),
+        ({"is_parallel": False, "allows_text": True}, ["", "x", f"x {F1}"], ["<tool_call>y", f"{F1} y"]),
+    ],
+)
+def test_the_grammar_is_the_form(options: dict[str, bool], whole: list[str], no_way: list[str]):
+    lark = grammar(SCHEMAS, **{"is_parallel": True, "allows_text": False, **options})
+    compiled = GrammarCompiler(ByteTokenizer()).compile(StructuredOutput("grammar", lark))
+
+    def takes(text: str) -> bool:
+        """Whether the output may be this text, and end there."""
+        token_ids = list(text.encode())
+        constraint = compiled.constraint()
+        if constraint.num_allowed([], token_ids) < len(token_ids):
+            return False
+        end = ByteTokenizer.END_TOKEN_ID
+        return bool(constraint.allowed(token_ids)[end // 8] >> end % 8 & 1)
+
+    assert whole == [text for text in whole if takes(text)]
+    assert [] == [text for text in no_way if takes(text)]
 
 
 def user(content: str) -> dict[str, Any]:

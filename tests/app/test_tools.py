@@ -1,14 +1,18 @@
 """Tools in POST /v1/chat/completions, whole and streamed."""
 
 import json
+from collections.abc import AsyncIterator
 from functools import partial
 from typing import Any
 
 import pytest
 
+from app.factory import load
+from app.hermes import grammar
 from app.schemas import ChatRequest
 from app.tools import definitions, tool_use
-from tests.app.servers import in_process
+from core import StructuredOutput
+from tests.app.servers import RunningServer, in_process, make_settings
 from tests.app.test_completions import chunks
 
 HELLO = [{"role": "user", "content": "Hi"}]
@@ -153,6 +157,77 @@ async def test_calls_and_results_go_back_into_the_prompt():
     assert "seven" in prompt
 
 
+BAD = {"properties": {"a": {"type": "string", "pattern": "("}}}
+WEATHER = {
+    "type": "object",
+    "properties": {"place": {"enum": ["Rom", "Kyōto"]}, "days": {"type": "integer", "minimum": 1, "maximum": 3}},
+    "required": ["place", "days"],
+    "additionalProperties": False,
+}
+
+
+def assert_fits(arguments: str) -> None:
+    found = json.loads(arguments)
+    assert {"place", "days"} == set(found)
+    assert found["place"] in ("Rom", "Kyōto")
+    assert found["days"] in (1, 2, 3)
+
+
+@pytest.fixture
+async def embedded() -> AsyncIterator[RunningServer]:
+    """The embedded model, which calls nothing of its own accord."""
+    async with in_process(load(make_settings())) as server:
+        yield server
+
+
+@pytest.mark.parametrize("temperature", [0, 1, 2])
+@pytest.mark.parametrize(("choice", "reason"), [(FORCED, "stop"), ("required", "tool_calls")])
+async def test_what_must_be_called_is_called_with_arguments_that_fit(
+    embedded: RunningServer, choice: Any, reason: str, temperature: float
+):
+    asked = {"messages": HELLO, "tools": [tool("f", parameters=WEATHER)], "tool_choice": choice}
+    asked |= {"temperature": temperature, "seed": 1, "parallel_tool_calls": False}
+    whole = plain((await embedded.chat(**asked)).json())
+    events = chunks(await embedded.chat(**asked, stream=True))
+
+    assert whole == assemble(events)
+    ((name, arguments),) = whole["calls"]
+    assert ("f", None, reason) == (name, whole["content"], whole["reason"])
+    assert_fits(arguments)
+    assert len(events) > 5
+
+
+async def test_required_calls_may_be_many_and_of_any_function(embedded: RunningServer):
+    tools = [tool("f", parameters=WEATHER), tool("now", parameters=None)]
+    asked = {"messages": HELLO, "tools": tools, "tool_choice": "required", "temperature": 1, "n": 8, "seed": 3}
+    body = (await embedded.chat(**asked, max_tokens=300)).json()
+
+    found = [plain(body, index) for index in range(8)]
+    assert {"f", "now"} == {name for answer in found for name, _ in answer["calls"]}
+    assert any(len(answer["calls"]) > 1 for answer in found)
+    for answer in found:
+        for name, arguments in answer["calls"][:-1] if answer["reason"] == "length" else answer["calls"]:
+            if name == "f":
+                assert_fits(arguments)
+            else:
+                assert "{}" == arguments
+
+
+@pytest.mark.parametrize("is_parallel", [True, False])
+def test_left_to_itself_a_model_is_held_to_the_schemas_of_strict_functions_once_it_calls(is_parallel: bool):
+    strict = tool("f", parameters=WEATHER, strict=True)
+    loose, mixed = (
+        tool_use(ChatRequest(messages=[{"role": "user"}], tools=tools, parallel_tool_calls=is_parallel))
+        for tools in (TOOLS, [strict, tool("g", parameters=WEATHER)])
+    )
+    held = StructuredOutput(
+        "grammar", grammar({"f": WEATHER, "g": {"type": "object"}}, is_parallel=is_parallel, allows_text=True)
+    )
+
+    assert loose.structured_output() is None
+    assert held == mixed.structured_output()
+
+
 @pytest.mark.parametrize(
     ("body", "param"),
     [
@@ -168,6 +243,10 @@ async def test_calls_and_results_go_back_into_the_prompt():
         ({"tool_choice": "auto"}, "tool_choice"),
         ({"tool_choice": "required"}, "tool_choice"),
         ({"tool_choice": FORCED}, "tool_choice"),
+        ({"tools": [tool(parameters={"type": "string"})]}, "tools"),
+        ({"tools": [tool(), tool("g", parameters=BAD, strict=True)]}, "tools"),
+        ({"tools": [tool(parameters=BAD)], "tool_choice": "required"}, "tools"),
+        ({"tools": [tool(parameters=BAD)], "tool_choice": FORCED}, "tools"),
         ({"tools": TOOLS, "tool_choice": "any"}, "tool_choice"),
         ({"tools": TOOLS, "tool_choice": {"type": "function"}}, "tool_choice"),
         ({"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "h"}}}, "tool_choice"),
