@@ -20,6 +20,7 @@ COPY README.md ./
 COPY app app
 COPY core core
 COPY loadgen loadgen
+COPY octavo octavo
 RUN --mount=type=secret,id=pip_conf,target=/run/secrets/pip.conf \
     --mount=type=secret,id=ca_bundle,target=/run/secrets/ca.pem \
     PIP_CONFIG_FILE=/run/secrets/pip.conf /opt/octavo/bin/python -m pip install \

@@ -189,6 +189,12 @@ def app_uses_the_front_door(module: Module) -> list[str]:
     return inner + ([] if module.name in callers else outer)
 
 
+def helpers_stand_alone(module: Module) -> list[str]:
+    """What other projects import drags nothing of the server in, nor any package but pytest, into its fixtures."""
+    allowed = {"octavo", *sys.stdlib_module_names, *({"pytest"} if module.name == "octavo.pytest_plugin" else ())}
+    return [f"{module.name}: imports {i.target}" for i in _imports(module) if i.top not in allowed]
+
+
 def loadgen_is_a_stranger(module: Module) -> list[str]:
     """The load generator knows a server only over HTTP."""
     return [f"{module.name}: imports {i.target}" for i in _imports(module) if i.top in {"app", "core", "tests"}]
@@ -208,6 +214,7 @@ RULES: list[tuple[Rule, tuple[str, ...]]] = [
     (books_are_integers, ("core",)),
     (app_uses_the_front_door, ("app",)),
     (loadgen_is_a_stranger, ("loadgen",)),
+    (helpers_stand_alone, ("octavo",)),
     (heavy_packages_wait, ("core", "app", "loadgen")),
 ]
 
@@ -236,6 +243,8 @@ def test_every_module_keeps_to_the_plan(rule: Rule, folders: tuple[str, ...]):
         (app_uses_the_front_door, "app.completions", "from core import engine"),
         (app_uses_the_front_door, "app.ops", "from loadgen.metrics import percentile"),
         (loadgen_is_a_stranger, "loadgen.client", "from core import blocks_needed"),
+        (helpers_stand_alone, "octavo.testing", "from app.server import Server"),
+        (helpers_stand_alone, "octavo.testing", "import pytest"),
         (heavy_packages_wait, "core.model.weights", "try:\n    import gguf\nexcept ImportError:\n    gguf = None"),
         (heavy_packages_wait, "core.tokenizer", "class Bpe:\n    from tokenizers import Tokenizer"),
         (heavy_packages_wait, "core.tokenizer", "from core.tokenizer_gguf import load_gguf_tokenizer"),
@@ -306,7 +315,7 @@ def unmirrored(test: Path, sources: set[Path]) -> bool:
 
 
 def test_tests_lie_where_their_modules_do():
-    folders = ("core", "app", "loadgen")
+    folders = ("core", "app", "loadgen", "octavo")
     sources = {p.relative_to(ROOT) for folder in folders for p in (ROOT / folder).rglob("*.py")}
     tests = [p.relative_to(ROOT) for folder in folders for p in sorted((ROOT / "tests" / folder).rglob("test_*.py"))]
 

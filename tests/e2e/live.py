@@ -4,8 +4,6 @@ Everything that waits does so by asking again until a deadline; nothing depends 
 """
 
 import json
-import os
-import re
 import signal
 import subprocess
 import sys
@@ -18,6 +16,8 @@ from typing import Any
 
 import httpx
 from prometheus_client.parser import text_string_to_metric_families
+
+from octavo.testing import clean_environment, running, url_of
 
 ROOT = Path(__file__).resolve().parents[2]
 DEADLINE_S = 120.0
@@ -100,38 +100,18 @@ class LiveServer:
         return self.process.wait(DEADLINE_S)
 
 
-def clean_environment() -> dict[str, str]:
-    """Without the settings of whoever runs the tests."""
-    return {name: value for name, value in os.environ.items() if not name.startswith("OCTAVO_")}
-
-
 @contextmanager
 def serving(directory: Path, *flags: str, module: str = "app") -> Iterator[LiveServer]:
     """A server on a free port for as long as the block runs; if it still runs then, it must end well on SIGTERM."""
     log = directory / f"server-{time.monotonic_ns()}.log"
     command = [sys.executable, "-m", module, "serve", "--host", "127.0.0.1", "--port", "0", *flags]
-    with log.open("wb") as file:
-        process = subprocess.Popen(command, cwd=ROOT, env=clean_environment(), stdout=file, stderr=subprocess.STDOUT)
-    try:
-        server = LiveServer(process, _url(process, log), log)
+    with running(command, log, environment=clean_environment(), directory=ROOT) as process:
+        server = LiveServer(process, url_of(process, log), log)
         with server.http:
             yield server
             if process.poll() is None:
                 server.terminate()
                 assert 0 == server.exit_code(), server.log
-    finally:
-        process.kill()
-        process.wait()
-
-
-def _url(process: subprocess.Popen[bytes], log: Path) -> str:
-    """Where it listens, as its log says once it does."""
-    deadline = time.monotonic() + DEADLINE_S
-    while (match := re.search(r"listening on (http://\S+)", log.read_text())) is None:
-        assert process.poll() is None, f"exit code {process.poll()}\n{log.read_text()}"
-        assert time.monotonic() < deadline, log.read_text()
-        time.sleep(POLL_S)
-    return match[1]
 
 
 def joined(chunks: Sequence[Any], choice: int = 0) -> str:

@@ -11,8 +11,9 @@ from typing import Any
 import httpx
 import pytest
 
+from octavo.testing import clean_environment
 from tests.e2e.conftest import Serve
-from tests.e2e.live import DEADLINE_S, ROOT, LiveServer, clean_environment
+from tests.e2e.live import DEADLINE_S, ROOT, LiveServer
 
 NUM_REQUESTS, INPUT_LEN, OUTPUT_LEN, BLOCK_SIZE = 64, 64, 32, 16
 # What the load asks for at its end; its last token needs no slot.
