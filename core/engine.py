@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from core.block_hash import encode_salt
-from core.config import EngineConfig
+from core.config import EngineConfig, SpeculativeConfig
 from core.decoding.constraints import GrammarCompiler
 from core.errors import ContextLengthExceeded, EngineDead, InvalidRequest
 from core.memory.block_manager import BlockManager, blocks_needed
@@ -21,6 +21,7 @@ from core.memory.host_tier import HostTier
 from core.memory.prefix_ghost import PrefixGhost
 from core.model.config import ModelConfig
 from core.request import NewRequest, Request, RequestOutput, SamplingParams, StructuredOutput
+from core.scheduling.drafting import DraftPolicy, FixedDrafts
 from core.scheduling.preemption import CostModel, always_swap
 from core.scheduling.scheduler import ContinuousBatchingScheduler
 from core.scripted import RequestScript, ScriptedRunner
@@ -101,7 +102,7 @@ class Engine:
             enable_prefix_caching=config.enable_prefix_caching,
             tier=self._tier,
             ghost=self._ghost,
-            max_drafting=config.speculative.disable_by_batch_size if config.speculative else None,
+            drafting=_draft_policy(config.speculative),
             swaps=self._cost.prefers_swap if config.preemption_mode == "auto" else always_swap,
         )
         self._num_drafts = config.speculative.num_speculative_tokens if config.speculative else 0
@@ -394,3 +395,9 @@ class Engine:
 
 def _at_most(limit: int, asked: int | None) -> int:
     return limit if asked is None else min(limit, asked)
+
+
+def _draft_policy(config: SpeculativeConfig | None) -> DraftPolicy:
+    if config is None:
+        return FixedDrafts(uses_draft_model=False)
+    return FixedDrafts(config.disable_by_batch_size, uses_draft_model=config.method == "draft_model")

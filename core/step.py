@@ -16,6 +16,7 @@ class ScheduledRequest:
 
     `request` is for reading only. Tokens [start, start + num_tokens) are computed; behind them lie
     `num_draft_slots` reserved slots that the runner may fill with drafts. `block_ids` is the table that covers all.
+    The draft model, if there is one, first computes `num_draft_catch_up` tokens from where it has come to.
     """
 
     request: Request
@@ -23,6 +24,7 @@ class ScheduledRequest:
     num_tokens: int
     num_draft_slots: int
     block_ids: Sequence[int]
+    num_draft_catch_up: int = 0
 
     @property
     def request_id(self) -> str:
@@ -48,7 +50,8 @@ class SchedulerOutput:
     """The plan of one step.
 
     What must happen to memory is done before anything is computed, in this order: `tier_stores` (block, tier slot),
-    `block_copies` (source, destination), `tier_loads` (tier slot, block).
+    `block_copies` (source, destination), `tier_loads` (tier slot, block). `draft_reason`: why there are so many draft
+    slots.
     """
 
     step: int
@@ -57,6 +60,7 @@ class SchedulerOutput:
     preempted: tuple[str, ...] = ()
     tier_stores: tuple[tuple[int, int], ...] = ()
     tier_loads: tuple[tuple[int, int], ...] = ()
+    draft_reason: str = ""
 
     @property
     def num_tokens(self) -> int:

@@ -78,8 +78,18 @@ def scheduler(
 
 
 def plan(*requests: Request, num_draft_slots: int = 0) -> SchedulerOutput:
-    """A plan that computes all that each request is missing."""
-    shares = [ScheduledRequest(r, r.num_computed_tokens, r.num_missing_tokens, num_draft_slots, (0,)) for r in requests]
+    """A plan that computes all that each request is missing, for target and draft alike."""
+    shares = [
+        ScheduledRequest(
+            r,
+            r.num_computed_tokens,
+            r.num_missing_tokens,
+            num_draft_slots,
+            (0,),
+            r.num_tokens - r.num_draft_computed_tokens,
+        )
+        for r in requests
+    ]
     return SchedulerOutput(0, tuple(shares))
 
 

@@ -118,12 +118,10 @@ class DraftModelProposer:
         self._model = model
 
     def propose(self, plan: SchedulerOutput) -> Proposal:
-        """Run the draft model over what the plan computes, then on over its own tokens where there are draft slots."""
-        followed = [s for s in plan.scheduled if s.request.num_speculative_tokens and s.request.script is None]
-        if not followed or _drafting_is_off(followed):
-            return Proposal()
-        drafts = {s.request_id: Draft() for s in followed if s.num_draft_slots and s.yields_token}
-        computed = {s.request_id: s.end for s in followed}
+        """Run the draft model over what the plan has it catch up on, then on over its own tokens in the draft slots."""
+        followed = [s for s in plan.scheduled if s.num_draft_catch_up]
+        drafts = {s.request_id: Draft() for s in followed if s.num_draft_slots}
+        computed = {s.request_id: s.request.num_draft_computed_tokens + s.num_draft_catch_up for s in followed}
         runs = [(s, _catch_up(s), s.request.num_draft_computed_tokens) for s in followed]
         while runs:
             logits_RV = self._forward(runs)
@@ -146,19 +144,10 @@ class DraftModelProposer:
         return self._model.forward(batch, self.cache, last_rows)
 
 
-def _drafting_is_off(followed: Sequence[ScheduledRequest]) -> bool:
-    """True if somebody could use drafts and nobody may have any: then the draft model falls behind, and catches up.
-
-    Samples about to be born have no slots in any batch. If the draft model did not follow their prompt now, each of
-    them would catch up on it alone.
-    """
-    could_draft = any(s.yields_token and s.request.num_drafts_wanted and not s.request.siblings for s in followed)
-    return could_draft and not any(s.num_draft_slots for s in followed)
-
-
 def _catch_up(scheduled: ScheduledRequest) -> list[int]:
-    """Tokens the draft model has not seen yet, up to the end of what the plan computes."""
-    return scheduled.request.token_ids[scheduled.request.num_draft_computed_tokens : scheduled.end]
+    """The next tokens that the draft model has not seen, as many as the plan says."""
+    start = scheduled.request.num_draft_computed_tokens
+    return scheduled.request.token_ids[start : start + scheduled.num_draft_catch_up]
 
 
 def _extend(draft: Draft, logits_V: NDArray[np.float32], request: Request) -> None:

@@ -4,6 +4,9 @@ It reserves, admits and preempts, but advances nobody: tokens and their KV come 
 oldest first, preempting the youngest only when free blocks do not cover one token; then the waiting, as long as there
 are places, tokens and blocks; then drafts, from what is left, so that they are dropped before anyone gives way.
 
+How many drafts is a policy's affair. A draft model computes at most as many tokens in a step as the target may, besides
+its drafts; a request on whose tokens it has not caught up has no draft slots yet.
+
 A waiting request first takes over the leading blocks that the pool knows by their hashes. If the next one it could hit
 is being computed by somebody in this very step, it waits a step and looks again, so that a burst with one prompt
 computes it once.
@@ -17,6 +20,7 @@ from core.memory.block_manager import BlockManager, blocks_needed
 from core.memory.host_tier import HostTier, TierEntry
 from core.memory.prefix_ghost import PrefixGhost
 from core.request import Request, RequestStatus
+from core.scheduling.drafting import DraftChoice, DraftPolicy
 from core.scheduling.policy import FirstComeFirstServed
 from core.scheduling.preemption import Swaps
 from core.scheduling.queues import RequestQueues, family_size
@@ -33,10 +37,21 @@ class _Share:
         self.request = request
         self.num_tokens = num_tokens
         self.num_draft_slots = 0
+        self.num_draft_catch_up = 0
 
     @property
     def yields_token(self) -> bool:
         return self.num_tokens == self.request.num_missing_tokens
+
+    @property
+    def may_draft(self) -> bool:
+        """Siblings about to be born have one row of logits for all."""
+        return self.yields_token and not self.request.siblings and self.request.num_drafts_wanted > 0
+
+    @property
+    def draft_lag(self) -> int:
+        """Tokens with KV after this step that the draft model has not computed."""
+        return self.request.num_computed_tokens + self.num_tokens - self.request.num_draft_computed_tokens
 
 
 class StepPlanner:
@@ -50,7 +65,7 @@ class StepPlanner:
         tier: where victims' blocks are copied; None for no second tier.
         swaps: whether they are, for each victim.
         ghost: told of every prompt that is looked up.
-        max_drafting: with more requests than this in a step nobody drafts; None for no limit.
+        drafting: how many drafts each may have.
     """
 
     def __init__(
@@ -66,7 +81,7 @@ class StepPlanner:
         tier: HostTier | None,
         swaps: Swaps,
         ghost: PrefixGhost | None,
-        max_drafting: int | None,
+        drafting: DraftPolicy,
     ) -> None:
         self.num_preemptions = 0
         self.num_deferred = 0  # requests that the last plan let wait for a block being computed
@@ -80,7 +95,7 @@ class StepPlanner:
         self._tier = tier
         self._swaps = swaps
         self._ghost = ghost
-        self._max_drafting = max_drafting or _UNLIMITED
+        self._drafting = drafting
         self._num_steps = 0
         self._shares: list[_Share] = []
         self._budget = 0
@@ -95,11 +110,13 @@ class StepPlanner:
         preempted = self._schedule_running()
         if not preempted:
             self._admit()
-        self._reserve_drafts()
+        draft_reason = self._plan_drafts()
         if not self._shares:
             raise InvariantViolation("requests are unfinished, yet none can be scheduled")
         self._num_steps += 1
-        scheduled = tuple(self.scheduled(s.request, s.num_tokens, s.num_draft_slots) for s in self._shares)
+        scheduled = tuple(
+            self.scheduled(s.request, s.num_tokens, s.num_draft_slots, s.num_draft_catch_up) for s in self._shares
+        )
         return SchedulerOutput(
             self._num_steps,
             scheduled,
@@ -107,12 +124,16 @@ class StepPlanner:
             tuple(preempted),
             tuple(self._stores),
             tuple(self._loads),
+            draft_reason,
         )
 
-    def scheduled(self, request: Request, num_tokens: int, num_draft_slots: int) -> ScheduledRequest:
+    def scheduled(
+        self, request: Request, num_tokens: int, num_draft_slots: int, num_draft_catch_up: int
+    ) -> ScheduledRequest:
         """What is reserved for a request, with its table as it is now."""
         table = self._manager.block_table(request.request_id)
-        return ScheduledRequest(request, request.num_computed_tokens, num_tokens, num_draft_slots, table)
+        start = request.num_computed_tokens
+        return ScheduledRequest(request, start, num_tokens, num_draft_slots, table, num_draft_catch_up)
 
     def reserve(self, request: Request, num_tokens: int) -> int:
         """Reserve slots for that many tokens, or for as many as there is room for; returns how many."""
@@ -270,14 +291,39 @@ class StepPlanner:
 
     # Drafts
 
-    def _reserve_drafts(self) -> None:
-        is_crowded = len(self._shares) > self._max_drafting
+    def _plan_drafts(self) -> str:
+        """Catch-up of the draft model and draft slots, oldest first; returns the policy's reason."""
+        candidates = [s.request for s in self._shares if s.may_draft and s.request.script is None]
+        choice = self._drafting.choose(candidates, len(self._shares))
+        draft_budget = self._token_limit
         for share in self._shares:
-            request = share.request
-            # Scripts say their groups in one step, however many run.
-            may_draft = not is_crowded or request.script is not None
-            if may_draft and share.yields_token and not request.siblings:
-                context_left = self._max_model_len - request.num_tokens - 1  # one token more comes behind the drafts
-                wanted = min(request.num_drafts_wanted, self._budget, max(0, context_left))
-                share.num_draft_slots = self.reserve(request, wanted)
-                self._budget -= share.num_draft_slots
+            num_drafts = self._num_drafts(share, choice)
+            if self._is_followed(share, choice, num_drafts):
+                share.num_draft_catch_up = min(share.draft_lag, draft_budget)
+                draft_budget -= share.num_draft_catch_up
+                if share.num_draft_catch_up < share.draft_lag:
+                    continue
+            share.num_draft_slots = self.reserve(share.request, min(num_drafts, self._budget))
+            self._budget -= share.num_draft_slots
+        return choice.reason
+
+    def _num_drafts(self, share: _Share, choice: DraftChoice) -> int:
+        if not share.may_draft:
+            return 0
+        request = share.request
+        wanted = request.num_drafts_wanted
+        if request.script is None:  # scripts say their groups in one step, however many run
+            wanted = min(wanted, choice.num_drafts.get(request.request_id, 0))
+        context_left = self._max_model_len - request.num_tokens - 1  # one token more comes behind the drafts
+        return max(0, min(wanted, context_left))
+
+    def _is_followed(self, share: _Share, choice: DraftChoice, num_drafts: int) -> bool:
+        """Whether the draft model computes its tokens: it drafts, or its prompt is to be known when it does.
+
+        Samples about to be born are always followed: each of them would have to catch up on the prompt alone.
+        """
+        request = share.request
+        if not self._drafting.uses_draft_model or not request.num_speculative_tokens or request.script is not None:
+            return False
+        is_prompt = request.num_computed_tokens < request.num_prompt_tokens
+        return num_drafts > 0 or bool(request.siblings) or (choice.follows and is_prompt)

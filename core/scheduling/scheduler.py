@@ -19,6 +19,7 @@ from core.memory.block_manager import BlockManager, blocks_needed
 from core.memory.host_tier import HostTier
 from core.memory.prefix_ghost import PrefixGhost
 from core.request import FinishReason, Request, RequestOutput, SamplingParams
+from core.scheduling.drafting import DraftPolicy, FixedDrafts
 from core.scheduling.planner import StepPlanner
 from core.scheduling.policy import FirstComeFirstServed
 from core.scheduling.preemption import Swaps, always_swap
@@ -55,7 +56,7 @@ class ContinuousBatchingScheduler:
         tier: where blocks of preempted requests may be copied to.
         swaps: whether they are, for each victim; with a tier and without this, always.
         ghost: told of every prompt looked up and every block published.
-        max_drafting: with more requests than this in a step nobody drafts; None for no limit.
+        drafting: how many drafts each may have; by default as many as it wants, and no draft model follows.
         enable_prefix_caching: let requests with equal beginnings share blocks. Off by default here, since requests of
             which only lengths are known (`add`) all begin alike.
     """
@@ -73,7 +74,7 @@ class ContinuousBatchingScheduler:
         tier: HostTier | None = None,
         swaps: Swaps = always_swap,
         ghost: PrefixGhost | None = None,
-        max_drafting: int | None = None,
+        drafting: DraftPolicy | None = None,
     ) -> None:
         if max_batch < 1:
             raise ValueError(f"max_batch is {max_batch}, at least 1 is needed")
@@ -93,7 +94,7 @@ class ContinuousBatchingScheduler:
             tier=tier,
             swaps=swaps,
             ghost=ghost,
-            max_drafting=max_drafting,
+            drafting=drafting or FixedDrafts(uses_draft_model=False),
         )
         self._execute = execute
         self._max_model_len = max_model_len
@@ -339,7 +340,8 @@ class ContinuousBatchingScheduler:
         num_draft_slots = self._planner.reserve(request, scheduled.num_draft_slots)
         if copies := self.block_manager.take_copies():
             raise InvariantViolation(f"{request!r} needs copies {copies} that were made before")
-        return SchedulerOutput(plan.step, (self._planner.scheduled(request, num_tokens, num_draft_slots),))
+        alone = self._planner.scheduled(request, num_tokens, num_draft_slots, scheduled.num_draft_catch_up)
+        return SchedulerOutput(plan.step, (alone,))
 
     def _fail(self, request: Request, error: Exception) -> list[str]:
         family = [request, *request.siblings]

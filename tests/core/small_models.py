@@ -16,6 +16,7 @@ from core.model.transformer import Transformer
 from core.model.weights import expected_shapes
 from core.model_runner import ModelRunner
 from core.request import OutputToken, Request, SamplingParams
+from core.scheduling.drafting import DraftPolicy, FixedDrafts
 from core.scheduling.scheduler import ContinuousBatchingScheduler
 from core.step import Execute, ModelRunnerOutput, SchedulerOutput
 
@@ -124,6 +125,7 @@ def serve(
     max_batch: int = 8,
     token_limit: int | None = None,
     after_step: Callable[[], None] | None = None,
+    drafting: DraftPolicy | None = None,
     **limits: Any,
 ) -> Served:
     """Run the requests to their ends; the scheduler's invariants are checked after every step.
@@ -140,7 +142,12 @@ def serve(
         return result
 
     scheduler = ContinuousBatchingScheduler(
-        max_batch, manager, execute=counted, max_num_batched_tokens=token_limit, **limits
+        max_batch,
+        manager,
+        execute=counted,
+        max_num_batched_tokens=token_limit,
+        drafting=drafting or FixedDrafts(),
+        **limits,
     )
     for request in requests:
         scheduler.add_request(request)

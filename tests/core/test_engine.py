@@ -306,7 +306,7 @@ def test_rejected_drafts_count_as_drafted_only():
 
 
 def test_accepted_never_pass_drafted_nor_generated():
-    runner = CheckedRunner(num_blocks=20, block_size=4)
+    runner = CheckedRunner(num_blocks=20, block_size=4, has_draft_model=True)
     runner.chance_of_good_draft = 0.6
     it = engine(runner, num_kv_blocks=20, num_drafts=4)
     for i in range(12):

@@ -16,6 +16,7 @@ from core.model.config import ModelConfig
 from core.model.kv_cache import KVCache
 from core.model_runner import ModelRunner
 from core.request import Request, SamplingParams
+from core.scheduling.drafting import FixedDrafts
 from core.scheduling.scheduler import ContinuousBatchingScheduler
 from core.step import ScheduledRequest, SchedulerOutput
 from tests import oracle
@@ -99,7 +100,10 @@ def test_keyed_tokens_are_those_of_the_target_alone(
     drafter: str, num_drafts: int, num_blocks: int, token_limit: int | None
 ) -> None:
     runner = runner_of(drafter, num_blocks)
-    served = serve(runner, keyed_requests(num_drafts), num_blocks=num_blocks, token_limit=token_limit)
+    drafting = FixedDrafts(uses_draft_model=drafter != "look-up")
+    served = serve(
+        runner, keyed_requests(num_drafts), num_blocks=num_blocks, token_limit=token_limit, drafting=drafting
+    )
 
     assert decoded_alone() == outputs(served)
     assert (num_blocks == TINY) == bool(served.num_preemptions)
@@ -184,7 +188,7 @@ def from_scratch(draft: Model, request: Request, tokens: Sequence[int], num_draf
     copy = a_request("copy", tokens[: request.num_prompt_tokens], request.params, drafts=9, choice=request.choice)
     copy.seed, copy.token_ids = request.seed, list(tokens)
     proposer = DraftModelProposer(draft.transformer(), KVCache(draft.config, 40, 4))
-    share = ScheduledRequest(copy, 0, len(tokens), num_drafts, range(40))
+    share = ScheduledRequest(copy, 0, len(tokens), num_drafts, range(40), len(tokens))
     return proposer.propose(SchedulerOutput(1, (share,))).drafts["copy"]
 
 
@@ -246,7 +250,7 @@ def test_draft_model_that_fell_behind_while_too_many_ran_drafts_as_one_that_star
         num_blocks=num_blocks,
         token_limit=token_limit,
         max_batch=4,
-        max_drafting=2,
+        drafting=FixedDrafts(2),
         enable_prefix_caching=shares_prefixes,
     )
     assert (num_blocks == TINY) == bool(served.num_preemptions)

@@ -23,6 +23,7 @@ from core.decoding.proposers import (
 )
 from core.model.kv_cache import KVCache
 from core.request import Request, SamplingParams
+from core.scheduling.drafting import FixedDrafts
 from core.scripted import RequestScript
 from core.step import ScheduledRequest, SchedulerOutput
 from core.tokenizer import ByteTokenizer
@@ -39,10 +40,18 @@ def a_proposer() -> DraftModelProposer:
 
 
 def scheduled(
-    request: Request, slots: int, *, start: int = 0, num_tokens: int | None = None, first_block: int = 0
+    request: Request,
+    slots: int,
+    *,
+    start: int = 0,
+    num_tokens: int | None = None,
+    first_block: int = 0,
+    catch_up: int | None = None,
 ) -> ScheduledRequest:
+    """If nothing else is said, the draft model catches up on all that the target computes."""
     num_tokens = request.num_tokens - start if num_tokens is None else num_tokens
-    return ScheduledRequest(request, start, num_tokens, slots, range(first_block, first_block + 8))
+    behind = start + num_tokens - request.num_draft_computed_tokens if catch_up is None else catch_up
+    return ScheduledRequest(request, start, num_tokens, slots, range(first_block, first_block + 8), behind)
 
 
 def propose(proposer: Proposer, *shares: ScheduledRequest) -> Proposal:
@@ -110,29 +119,32 @@ def test_draft_model_has_kv_of_all_it_was_fed(slots: int) -> None:
     assert {"r"} == set(proposal.drafts)
 
 
-def test_draft_model_does_not_run_in_steps_that_let_nobody_draft() -> None:
-    """Not even over the chunk of somebody who could not draft anyway."""
-    chunk = scheduled(request_of(request_id="chunk"), 0, num_tokens=3, first_block=8)
-    assert Proposal() == propose(a_proposer(), scheduled(request_of(), 0), chunk)
-
-
-def test_draft_model_runs_for_all_where_one_may_draft() -> None:
-    shares = scheduled(request_of(), 2), scheduled(request_of(request_id="other"), 0, first_block=8)
+def test_draft_model_runs_over_no_more_than_the_plan_says() -> None:
+    """One drafts, one is followed, one is caught up on in part, one is left alone."""
+    shares = (
+        scheduled(request_of(), 2),
+        scheduled(request_of(request_id="followed"), 0, first_block=8),
+        scheduled(request_of(request_id="part"), 0, first_block=16, catch_up=3),
+        scheduled(request_of(request_id="alone"), 0, first_block=24, catch_up=0),
+    )
     proposal = propose(a_proposer(), *shares)
-    assert ({"r"}, {"r": len(PROMPT) + 1, "other": len(PROMPT)}) == (set(proposal.drafts), proposal.draft_computed)
+    assert {"r"} == set(proposal.drafts)
+    assert {"r": len(PROMPT) + 1, "followed": len(PROMPT), "part": 3} == proposal.draft_computed
 
 
-def test_draft_model_runs_where_nobody_has_a_use_for_drafts() -> None:
-    """A prompt that is one chunk, before it one with a single token to come: neither is a decision against drafts."""
-    last = a_request("last", PROMPT, SamplingParams(max_tokens=1), drafts=5)
-    assert {"last": len(PROMPT)} == propose(a_proposer(), scheduled(last, 0)).draft_computed
+def test_draft_model_does_not_run_for_nobody() -> None:
+    assert Proposal() == propose(a_proposer(), scheduled(request_of(), 0, catch_up=0))
 
 
-def test_draft_model_follows_a_prompt_of_several_samples_once() -> None:
-    """They have no slots before they are born; each would have to catch up on the prompt alone."""
-    parent = request_of()
-    parent.siblings = [request_of(request_id="sibling")]
-    assert {"r": len(PROMPT)} == propose(a_proposer(), scheduled(parent, 0)).draft_computed
+def test_catching_up_in_parts_comes_to_the_same_as_at_once() -> None:
+    proposer, request = a_proposer(), request_of(temperature=0)
+    for num_seen, catch_up in ((0, 3), (3, 2)):
+        request.num_draft_computed_tokens = num_seen
+        proposal = propose(proposer, scheduled(request, 0, catch_up=catch_up))
+        assert {"r": num_seen + catch_up} == proposal.draft_computed
+    request.num_draft_computed_tokens = 5
+    at_once = propose(a_proposer(), scheduled(request_of(temperature=0), 3)).drafts["r"]
+    assert_same_draft(at_once, propose(proposer, scheduled(request, 3)).drafts["r"])
 
 
 @pytest.mark.parametrize("params", [{"temperature": 0}, {"seed": 3}, {}], ids=str)
@@ -145,7 +157,7 @@ def test_draft_model_that_fell_behind_proposes_as_one_that_starts_afresh(params:
         propose(proposer, scheduled(seen, 1))
     request.num_draft_computed_tokens = num_seen
     for token_id in (6, 8, 3):
-        share = scheduled(request, 0, start=request.num_computed_tokens)
+        share = scheduled(request, 0, start=request.num_computed_tokens, catch_up=0)
         assert Proposal() == propose(proposer, share)
         request.num_computed_tokens = share.end
         request.token_ids.append(token_id)
@@ -181,12 +193,6 @@ def test_draft_model_catches_up_on_what_the_target_is_ahead() -> None:
     assert_same_draft(propose(a_proposer(), scheduled(fresh, 3)).drafts["r"], later)
 
 
-def test_request_without_speculation_is_not_followed() -> None:
-    request = request_of()
-    request.num_speculative_tokens = 0
-    assert Proposal() == propose(a_proposer(), scheduled(request, 0))
-
-
 def test_greedy_and_seeded_requests_are_keyed() -> None:
     assert is_keyed(request_of(temperature=0))
     assert is_keyed(request_of(seed=0))
@@ -200,7 +206,7 @@ def test_copied_blocks_are_copied_in_the_draft_cache_too() -> None:
         cache.copy_blocks([(0, 50), (1, 51)])
     request.token_ids.append(6)
     request.num_draft_computed_tokens = len(PROMPT)
-    copied = ScheduledRequest(request, len(PROMPT), 1, 3, [50, 51, 52])
+    copied = ScheduledRequest(request, len(PROMPT), 1, 3, [50, 51, 52], 1)
 
     fresh = request_of(temperature=0)
     fresh.token_ids = list(request.token_ids)
@@ -340,7 +346,8 @@ def test_look_up_is_a_search_through_what_was_said_whatever_was_refused_or_preem
         for i, params in enumerate([{"temperature": 0}, {"seed": 1}, {}, {"seed": 2, "temperature": 0.5}] * 2)
     ]
     runner = a_runner(target, None, num_blocks, BLOCK_SIZE, proposer=proposer)
-    served = serve(runner, requests, num_blocks=num_blocks, token_limit=token_limit)
+    look_up = FixedDrafts(uses_draft_model=False)
+    served = serve(runner, requests, num_blocks=num_blocks, token_limit=token_limit, drafting=look_up)
 
     assert (num_blocks == 13) == bool(served.num_preemptions)
     assert 0 < served.num_accepted < served.num_drafts

@@ -10,6 +10,9 @@ AdmitsTheYoungest           last come, first served
 AdmitsBeyondMaxBatch        a request more than there are places
 IgnoresTheTokenBudget       computes whatever is missing
 DraftsPastTheEnd            draft slots for tokens that max_tokens forbids
+DraftsUnasked               a draft more than the policy allows
+DraftsBeforeCatchingUp      draft slots for a request that the draft model has not caught up with
+CatchesUpAtOnce             the draft model computes whatever it lacks
 
 What a step leaves behind:
 KeepsDraftSlots             slots of rejected drafts stay reserved
@@ -55,7 +58,8 @@ from core.memory.block_manager import BlockManager
 from core.memory.block_pool import BlockPool
 from core.memory.host_tier import HostTier, TierEntry
 from core.request import FinishReason, Request
-from core.scheduling.planner import StepPlanner
+from core.scheduling.drafting import DraftChoice
+from core.scheduling.planner import StepPlanner, _Share
 from core.scheduling.policy import FirstComeFirstServed
 from core.scheduling.scheduler import ContinuousBatchingScheduler
 from core.step import ModelRunnerOutput, SampledTokens, ScheduledRequest, SchedulerOutput
@@ -125,11 +129,32 @@ class IgnoresTheTokenBudget(StepPlanner):
 
 
 class DraftsPastTheEnd(StepPlanner):
-    def _reserve_drafts(self) -> None:
-        super()._reserve_drafts()
+    def _num_drafts(self, share: _Share, choice: DraftChoice) -> int:
+        is_at_its_end = share.yields_token and not share.request.num_drafts_wanted
+        return 1 if is_at_its_end else super()._num_drafts(share, choice)
+
+
+class DraftsUnasked(StepPlanner):
+    def _num_drafts(self, share: _Share, choice: DraftChoice) -> int:
+        return min(super()._num_drafts(share, choice) + 1, share.request.num_drafts_wanted) if share.may_draft else 0
+
+
+class DraftsBeforeCatchingUp(StepPlanner):
+    def _plan_drafts(self) -> str:
+        reason = super()._plan_drafts()
         for share in self._shares:
-            if share.yields_token and self._budget and not share.num_draft_slots:
-                share.num_draft_slots = self.reserve(share.request, 1)
+            if share.may_draft and 0 < share.num_draft_catch_up < share.draft_lag:
+                share.num_draft_slots = self.reserve(share.request, min(1, self._budget))
+                self._budget -= share.num_draft_slots
+        return reason
+
+
+class CatchesUpAtOnce(StepPlanner):
+    def _plan_drafts(self) -> str:
+        limit, self._token_limit = self._token_limit, 2**63
+        reason = super()._plan_drafts()
+        self._token_limit = limit
+        return reason
 
 
 class KeepsDraftSlots(ContinuousBatchingScheduler):
@@ -347,6 +372,9 @@ MUTANTS: list[type[Part]] = [
     AdmitsBeyondMaxBatch,
     IgnoresTheTokenBudget,
     DraftsPastTheEnd,
+    DraftsUnasked,
+    DraftsBeforeCatchingUp,
+    CatchesUpAtOnce,
     KeepsDraftSlots,
     AdvancesByDrafted,
     AdvancesBeforeTheStep,

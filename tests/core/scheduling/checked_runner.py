@@ -83,11 +83,19 @@ class CheckedRunner:
 
     Args:
         groups: by request id, who may share prefixes with whom; all the rest with each other.
+        has_draft_model: drafts need the draft model's KV of all that is before them.
     """
 
     def __init__(
-        self, num_blocks: int, block_size: int, *, num_tier_slots: int = 0, groups: Mapping[str, str] | None = None
+        self,
+        num_blocks: int,
+        block_size: int,
+        *,
+        num_tier_slots: int = 0,
+        groups: Mapping[str, str] | None = None,
+        has_draft_model: bool = False,
     ) -> None:
+        self.has_draft_model = has_draft_model
         self.block_size = block_size
         self.target = Memory(num_blocks, num_tier_slots, block_size)
         self.draft = Memory(num_blocks, num_tier_slots, block_size)
@@ -181,7 +189,7 @@ class CheckedRunner:
                 self._fail()
             drafts = self._draft(scheduled)
             self._run(scheduled, drafts)
-            if scheduled.request.num_speculative_tokens:
+            if scheduled.num_draft_catch_up:
                 draft_computed[scheduled.request_id] = self._follow(scheduled, drafts)
             for member in scheduled.yielding_requests:
                 sampled[member.request_id] = self._accept(member, drafts)
@@ -197,7 +205,10 @@ class CheckedRunner:
     def _follow(self, scheduled: ScheduledRequest, drafts: Sequence[int]) -> int:
         """The draft model catches up and runs over its own tokens but the last; says of how many it has KV now."""
         done = scheduled.request.num_draft_computed_tokens
-        tokens = [*scheduled.request.token_ids[: scheduled.end], *drafts[:-1]]
+        known = scheduled.request.token_ids[: done + scheduled.num_draft_catch_up]
+        if not self.has_draft_model or len(known) > scheduled.end:
+            raise InvariantViolation(f"{scheduled.request_id}: there is nothing to catch up on")
+        tokens = [*known, *drafts[:-1]]
         self._check(self.draft, scheduled, tokens[:done])
         self._write(self.draft, scheduled, tokens, done)
         return len(tokens)
@@ -234,11 +245,17 @@ class CheckedRunner:
         if scheduled.num_draft_slots and not scheduled.yields_token:
             raise InvariantViolation(f"{scheduled.request_id} has draft slots in the middle of its prompt")
         request, drafts = scheduled.request, list[int]()
+        if scheduled.num_draft_slots and self.has_draft_model and self._draft_end(scheduled) != scheduled.end:
+            raise InvariantViolation(f"{scheduled.request_id} drafts behind tokens that the draft model has not seen")
         for _ in range(scheduled.num_draft_slots):
             good = next_token([*request.token_ids, *drafts], request.choice)
             is_good = self.random.random() < self.chance_of_good_draft
             drafts.append(good if is_good else (good + 1) % VOCAB_SIZE)
         return drafts
+
+    @staticmethod
+    def _draft_end(scheduled: ScheduledRequest) -> int:
+        return scheduled.request.num_draft_computed_tokens + scheduled.num_draft_catch_up
 
     @staticmethod
     def _accept(request: Request, drafts: Sequence[int]) -> SampledTokens:

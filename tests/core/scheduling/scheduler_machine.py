@@ -24,7 +24,7 @@ from core.scheduling.scheduler import ContinuousBatchingScheduler, StepReport
 from core.step import ModelRunnerOutput, SchedulerOutput
 from tests.builders import family
 from tests.core.scheduling.checked_runner import EOS, VOCAB_SIZE, CheckedRunner, Stage, decode_alone
-from tests.core.scheduling.step_checks import StepChecks
+from tests.core.scheduling.step_checks import RandomDrafts, StepChecks
 
 MAX_UNFINISHED = 8
 TENANTS = ("", "", "tenant")
@@ -51,6 +51,7 @@ class SchedulerMachine(RuleBasedStateMachine, StepChecks):
         max_model_len=st.none() | st.integers(4, 12),
         shares_prefixes=st.sampled_from([True, True, False]),
         num_tier_slots=st.sampled_from([5, 3, 1, 0]),
+        has_draft_model=st.sampled_from([True, True, False]),
     )
     def start(
         self,
@@ -61,6 +62,7 @@ class SchedulerMachine(RuleBasedStateMachine, StepChecks):
         max_model_len: int | None,
         shares_prefixes: bool,
         num_tier_slots: int,
+        has_draft_model: bool,
     ) -> None:
         logging.disable(logging.ERROR)  # steps raise here all the time, and each is logged with its plan
         num_blocks = max(3, num_slots // block_size)
@@ -68,7 +70,14 @@ class SchedulerMachine(RuleBasedStateMachine, StepChecks):
         self.token_limit, self.max_model_len, self.shares_prefixes = token_limit, max_model_len, shares_prefixes
         self.manager = self.manager_class(num_blocks, block_size)
         self.groups: dict[str, str] = {}  # who may share blocks with whom
-        self.runner = CheckedRunner(num_blocks, block_size, num_tier_slots=num_tier_slots, groups=self.groups)
+        self.runner = CheckedRunner(
+            num_blocks,
+            block_size,
+            num_tier_slots=num_tier_slots,
+            groups=self.groups,
+            has_draft_model=has_draft_model,
+        )
+        self.drafts = RandomDrafts(uses_draft_model=has_draft_model)
         self.swaps = Random(0)
         self.scheduler = self.scheduler_class(
             max_batch,
@@ -79,6 +88,7 @@ class SchedulerMachine(RuleBasedStateMachine, StepChecks):
             enable_prefix_caching=shares_prefixes,
             tier=self.tier_class(num_tier_slots) if num_tier_slots else None,
             swaps=lambda num_tokens, num_blocks: self.swaps.random() < 0.8,
+            drafting=self.drafts,
         )
         self.unfinished: dict[str, Request] = {}  # in order of age
         self.oracle: dict[str, list[int]] = {}
@@ -207,7 +217,7 @@ class SchedulerMachine(RuleBasedStateMachine, StepChecks):
 
     def step_and_check(self, seed: int, chance: float) -> None:
         self.runner.random, self.runner.chance_of_good_draft = Random(seed), chance
-        self.swaps = Random(seed)
+        self.swaps, self.drafts.random = Random(seed), Random(seed)
         self.runner.plans.clear()
         self.remember()
         self.to_fail = self.family_of(self.runner.culprit) if self.runner.culprit else set()

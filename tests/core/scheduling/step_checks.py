@@ -5,12 +5,29 @@ has been carried out, so all that was true before is remembered first.
 """
 
 from collections import Counter
+from collections.abc import Sequence
+from random import Random
 
 from core.memory.block_manager import BlockManager
 from core.request import Request, RequestStatus
+from core.scheduling.drafting import DraftChoice
 from core.scheduling.queues import family_size
 from core.step import ScheduledRequest, SchedulerOutput
 from tests.core.scheduling.checked_runner import CheckedRunner
+
+
+class RandomDrafts:
+    """A draft policy that changes its mind in every step."""
+
+    def __init__(self, *, uses_draft_model: bool) -> None:
+        self.uses_draft_model = uses_draft_model
+        self.random = Random(0)
+        self.allowed: dict[str, int] = {}  # by the last choice
+
+    def choose(self, requests: Sequence[Request], num_requests: int) -> DraftChoice:
+        limit = self.random.choice([0, 1, 9, 9])
+        self.allowed = {r.request_id: self.random.randint(0, min(limit, r.num_drafts_wanted)) for r in requests}
+        return DraftChoice(self.allowed, follows=self.random.random() < 0.5)
 
 
 class StepChecks:
@@ -26,6 +43,7 @@ class StepChecks:
     shares_prefixes: bool
     groups: dict[str, str]
     unfinished: dict[str, Request]
+    drafts: RandomDrafts
 
     def ceiling(self, num_tokens: int) -> int:
         return (num_tokens + self.block_size - 1) // self.block_size
@@ -51,6 +69,7 @@ class StepChecks:
 
     def check_plan(self, plan: SchedulerOutput) -> None:
         assert self.token_limit is None or 1 <= plan.num_tokens <= self.token_limit
+        assert self.token_limit is None or sum(s.num_draft_catch_up for s in plan.scheduled) <= self.token_limit
         for s in plan.scheduled:
             assert s.num_tokens >= 1
             most = s.request.num_prompt_tokens + s.request.max_tokens
@@ -58,6 +77,7 @@ class StepChecks:
             # As the plan was made: tokens known then, drafts, and the one that the target adds.
             assert not s.num_draft_slots or s.end + s.num_draft_slots + 1 <= most, "a draft that cannot be emitted"
             assert self.ceiling(s.end + s.num_draft_slots) == len(s.block_ids)
+            assert s.num_draft_slots <= self.drafts.allowed.get(s.request_id, 0), "more drafts than the policy allows"
 
     def check_preemptions(self, plan: SchedulerOutput) -> None:
         """Youngest first, and each only while free blocks do not cover one token for everyone the budget reaches."""

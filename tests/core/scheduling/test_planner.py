@@ -12,6 +12,7 @@ from core.memory.block_manager import BlockManager
 from core.memory.host_tier import HostTier
 from core.memory.prefix_ghost import PrefixGhost
 from core.request import Request, RequestStatus
+from core.scheduling.drafting import FixedDrafts
 from core.scheduling.planner import StepPlanner
 from core.scheduling.policy import FirstComeFirstServed
 from core.scheduling.preemption import Swaps, always_swap
@@ -49,7 +50,7 @@ class Planning:
             tier=self.tier,
             swaps=swaps,
             ghost=ghost,
-            max_drafting=None,
+            drafting=FixedDrafts(),
         )
         self.add(*requests)
 
