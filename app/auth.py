@@ -1,10 +1,9 @@
 """API keys: everything asks for one, but for the few paths that probes and scrapers need.
 
 A plain ASGI middleware around the whole application, so that unknown paths, documentation and later routes are closed
-too without being named anywhere.
+too without being named anywhere. Behind it a key is known by its name alone (`app.keys`).
 """
 
-import hashlib
 import hmac
 from collections.abc import Sequence
 
@@ -12,44 +11,50 @@ from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from app.errors import ApiError
+from app.keys import ApiKey, digest_of
 
 OPEN_PATHS = frozenset({"/health", "/ready", "/ping", "/version", "/metrics"})
 
 
 class Authentication:
-    """Lets through what carries one of the keys as a bearer token; the rest is 401."""
+    """Lets through what carries one of the keys, as a bearer token or in X-Api-Key; the rest is 401."""
 
-    def __init__(self, app: ASGIApp, *, keys: Sequence[str], protect_metrics: bool = False) -> None:
+    def __init__(self, app: ASGIApp, *, keys: Sequence[ApiKey], protect_metrics: bool = False) -> None:
         self._app = app
-        self._digests = [_digest(key.encode()) for key in keys]
+        self._keys = keys
         self._open_paths = OPEN_PATHS - {"/metrics"} if protect_metrics else OPEN_PATHS
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":  # the lifespan's: it has no headers
             return await self._app(scope, receive, send)
-        if scope["path"] in self._open_paths or self._has_key(scope):
-            # Not the key itself: whoever logs the state must not log a secret.
-            scope.setdefault("state", {})["api_key"] = _sent_digest(scope).hex()
+        name = self._name_of(sent_key(Headers(scope=scope)))
+        if name is not None or path_below_root(scope) in self._open_paths:
+            scope.setdefault("state", {})["key_name"] = name
             return await self._app(scope, receive, send)
         error = ApiError(
             401,
-            "Incorrect or missing API key; send it as 'Authorization: Bearer KEY'",
+            "Incorrect or missing API key; send it as 'Authorization: Bearer KEY' or 'X-Api-Key: KEY'",
             code="invalid_api_key",
             headers={"WWW-Authenticate": "Bearer"},
         )
         return await error.response()(scope, receive, send)
 
-    def _has_key(self, scope: Scope) -> bool:
-        scheme = Headers(scope=scope).get("authorization", "").partition(" ")[0]
-        digest = _sent_digest(scope)
+    def _name_of(self, sent: bytes | None) -> str | None:
+        """The name of the key that was sent; None if it is none of ours."""
+        digest = digest_of(sent or b"")
         # All of them, and digests: neither which key it is nor how much of it fits shows in the time taken.
-        return bool(sum(hmac.compare_digest(digest, known) for known in self._digests)) and scheme.lower() == "bearer"
+        names = [key.name for key in self._keys if hmac.compare_digest(digest, key.digest)]
+        return names[0] if names else None
 
 
-def _sent_digest(scope: Scope) -> bytes:
-    key = Headers(scope=scope).get("authorization", "").partition(" ")[2]
-    return _digest(key.strip().encode("latin-1"))
+def sent_key(headers: Headers) -> bytes | None:
+    """The key in a request's headers, by OpenAI's custom or by Anthropic's; None if there is none."""
+    scheme, _, token = headers.get("authorization", "").partition(" ")
+    key = token.strip() if scheme.lower() == "bearer" else headers.get("x-api-key", "")
+    return key.encode("latin-1") or None
 
 
-def _digest(key: bytes) -> bytes:
-    return hashlib.sha256(key).digest()
+def path_below_root(scope: Scope) -> str:
+    """The path that routes see: what a proxy has put before it (`--root-path`) is taken off, by Starlette's rule."""
+    path, root = str(scope["path"]), str(scope.get("root_path", ""))
+    return path[len(root) :] if path == root or path.startswith(root + "/") else path

@@ -100,7 +100,7 @@ def serve(settings: Settings) -> None:
     """Serve a model behind OpenAI's API."""
     from app import logs
 
-    logs.configure(settings.log_level)
+    logs.configure(settings.log_level, settings.log_format)
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     with ThreadPoolExecutor(1) as pool:
         from app.factory import create_app, load

@@ -11,9 +11,9 @@ from fastapi.openapi.utils import get_openapi
 from starlette.middleware.cors import CORSMiddleware
 
 from app import chat, completions, errors, logs, models, ops
+from app.access import RecordRequests
 from app.auth import Authentication
 from app.faults import FaultInjection
-from app.metrics import CountRequests
 from app.middleware import BodyLimits, ReaderLimit, RequestIdEcho
 from app.service import Service, package_version
 from app.settings import Settings
@@ -49,6 +49,7 @@ def create_app(settings: Settings | None = None, engine: Engine | None = None) -
 
     # No redirects between /x and /x/: a scraper that is sent elsewhere gives up.
     app = FastAPI(title="Octavo", version=package_version(), lifespan=lifespan, redirect_slashes=False)
+    app.root_path = settings.root_path  # requests may have it before their path, or not: proxies do either
     for module in (completions, chat, models, ops):
         app.include_router(module.router)
     errors.install(app)
@@ -76,16 +77,17 @@ def _add_middlewares(app: FastAPI, settings: Settings) -> None:
     """Innermost first. CORS is outermost: a browser's preflight has no key, and must see the headers on a 401 too."""
     app.add_middleware(FaultInjection, is_enabled=settings.enable_fault_injection)
     app.add_middleware(ReaderLimit, timeout_s=settings.send_timeout)
-    if settings.api_key:
-        app.add_middleware(Authentication, keys=settings.api_key, protect_metrics=settings.protect_metrics)
+    if settings.api_keys:
+        app.add_middleware(Authentication, keys=settings.api_keys, protect_metrics=settings.protect_metrics)
     app.add_middleware(BodyLimits, max_bytes=settings.max_body_bytes, timeout_s=settings.body_timeout)
     app.add_middleware(errors.Answer500)
-    app.add_middleware(CountRequests)
+    app.add_middleware(RecordRequests)
     app.add_middleware(RequestIdEcho)
     app.add_middleware(
         CORSMiddleware,
         allow_origins=settings.allowed_origins,
-        allow_methods=["*"],
-        allow_headers=["*"],
+        allow_methods=settings.allowed_methods,
+        allow_headers=settings.allowed_headers,
+        allow_credentials=settings.allow_credentials,
         expose_headers=["x-request-id"],
     )

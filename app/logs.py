@@ -1,13 +1,15 @@
-"""The server's log: one line per event, its fields behind it as name=value; nothing per token.
+"""The server's log: one line per event, its fields behind it as name=value or all of it as JSON; nothing per token.
 
 While the engine is busy a line every ten seconds says how it goes, in vLLM's words, so that eyes and scripts used to
 its log find theirs here.
 """
 
 import asyncio
+import json
 import logging
 import sys
 from contextlib import suppress
+from datetime import UTC, datetime
 
 from app.engine_loop import EngineLoop
 from core import Engine, EngineStats, blocks_needed
@@ -29,15 +31,31 @@ class FieldFormatter(logging.Formatter):
         return " ".join([super().formatMessage(record), *fields])
 
 
+class JsonFormatter(logging.Formatter):
+    """One JSON object a line: time, level, logger, message, the fields given as `extra`, and the traceback if any."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        line = {
+            "time": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds"),
+            "level": record.levelname.lower(),
+            "logger": record.name,
+            "message": record.getMessage(),
+            **{name: value for name, value in vars(record).items() if name not in _STANDARD_FIELDS},
+        }
+        if record.exc_info:
+            line["exception"] = self.formatException(record.exc_info)
+        return json.dumps(line, default=str)
+
+
 def _printable(value: object) -> object:
     """Texts may come from clients: with a line break in one, they could write lines of their own."""
     return repr(value) if isinstance(value, str) and not value.isprintable() else value
 
 
-def configure(level: str) -> None:
-    """Send everything from `level` up to stderr; stdout is for what a command answers."""
+def configure(level: str, style: str = "text") -> None:
+    """Send everything from `level` up to stderr, as text or json; stdout is for what a command answers."""
     handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(FieldFormatter())
+    handler.setFormatter(JsonFormatter() if style == "json" else FieldFormatter())
     logging.basicConfig(level=level.upper(), handlers=[handler], force=True)
 
 

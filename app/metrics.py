@@ -1,11 +1,10 @@
 """/metrics: the engine's snapshot under vLLM's names, Octavo's own beside it, and HTTP counters.
 
 Nothing is counted twice: engine series are made at scrape time from `engine.stats`, one snapshot, so that they agree
-with each other. HTTP series are counted by a plain ASGI middleware; their labels come from routes, never from
-clients, so that their number is bounded.
+with each other. HTTP series are counted as each request ends (`app.access`); their labels come from routes, never
+from clients, so that their number is bounded.
 """
 
-import time
 from collections.abc import Iterator, Mapping
 
 from prometheus_client import (
@@ -21,7 +20,7 @@ from prometheus_client import (
 from prometheus_client import Histogram as HttpHistogram
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.types import Scope
 
 from app.engine_loop import EngineLoop
 from app.logs import max_concurrency
@@ -229,6 +228,11 @@ def _cache_config(engine: Engine) -> Metric:
     return family
 
 
+def handler_of(scope: Scope) -> str:
+    """The route's path, for which there are as many values as routes."""
+    return getattr(scope.get("route"), "path", None) or "other"
+
+
 class HttpMetrics:
     """Counts requests by route, as prometheus-fastapi-instrumentator would."""
 
@@ -249,8 +253,7 @@ class HttpMetrics:
         )
 
     def observe(self, scope: Scope, status: int, *, num_in: int, num_out: int, seconds: float) -> None:
-        route = scope.get("route")
-        handler = getattr(route, "path", None) or "other"
+        handler = handler_of(scope)
         if handler in SILENT_HANDLERS:
             return
         method = scope["method"] if scope["method"] in METHODS else "other"
@@ -259,37 +262,3 @@ class HttpMetrics:
         self._response_bytes.labels(handler).observe(num_out)
         self._duration.labels(handler, method).observe(seconds)
         self._fine_duration.observe(seconds)
-
-
-class CountRequests:
-    """The middleware around everything that hands each finished request to the server's HttpMetrics."""
-
-    def __init__(self, app: ASGIApp) -> None:
-        self._app = app
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            return await self._app(scope, receive, send)
-        status, num_in, num_out, started_s = 499, 0, 0, time.monotonic()  # 499: it left before its answer began
-
-        async def counting_receive() -> Message:
-            nonlocal num_in
-            message = await receive()
-            num_in += len(message.get("body", b""))
-            return message
-
-        async def counting_send(message: Message) -> None:
-            nonlocal status, num_out
-            status = message.get("status", status)
-            num_out += len(message.get("body", b""))
-            await send(message)
-
-        try:
-            await self._app(scope, counting_receive, counting_send)
-        except Exception:
-            status = 500  # its answer had begun, and is cut off
-            raise
-        finally:
-            seconds = time.monotonic() - started_s
-            http: HttpMetrics = scope["app"].state.service.metrics.http
-            http.observe(scope, status, num_in=num_in, num_out=num_out, seconds=seconds)

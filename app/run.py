@@ -4,10 +4,10 @@ A `Run` ends its sequences when it is left, whatever the way out.
 """
 
 import logging
-import time
 from collections.abc import Sequence
 from typing import Any, Self
 
+from app.access import note
 from app.drafts import DraftTally
 from app.engine_loop import EngineLoop, Stream
 from app.errors import SERVER_ERROR, ApiError
@@ -46,7 +46,7 @@ class Run:
     def __exit__(self, *exc_info: object) -> None:
         assert self._stream is not None
         self._stream.close()
-        self._log()
+        self._note()
 
     def __aiter__(self) -> Self:
         return self
@@ -112,7 +112,7 @@ class Run:
         is_detailed = self._draft_metrics == "detailed"
         return {"metrics": self._drafts.metrics(speculative.num_speculative_tokens, is_detailed=is_detailed)}
 
-    def _log(self) -> None:
+    def _note(self) -> None:
         outputs = self._last.values()
         reasons = {output.finish_reason.value for output in outputs if output.finish_reason is not None}
         if sum(output.is_finished for output in outputs) < len(self._index):
@@ -125,9 +125,8 @@ class Run:
             "num_choices": self.job.num_choices,
             "num_prompt_tokens": usage.prompt_tokens,
             "num_output_tokens": usage.completion_tokens,
-            "duration_s": round(time.monotonic() - self.job.requests[0].arrival_s, 4),
         }
-        logger.info("request finished", extra=fields)
+        note(**fields)
 
 
 def make_usage(prompts: Sequence[Prompt], *, num_generated: int = 0, num_cached: int = 0) -> Usage:

@@ -37,6 +37,10 @@ class Server(uvicorn.Server):
                 access_log=False,  # the line "request finished" says more
                 lifespan="on",
                 server_header=False,
+                ssl_certfile=settings.ssl_certfile,
+                ssl_keyfile=settings.ssl_keyfile,
+                ssl_ca_certs=str(settings.ssl_ca_certs) if settings.ssl_ca_certs else None,
+                ssl_cert_reqs=settings.ssl_cert_reqs,
                 timeout_graceful_shutdown=int(settings.shutdown_timeout + _LAST_WORDS_S),
             )
         )
@@ -53,7 +57,8 @@ class Server(uvicorn.Server):
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
         self._service.loop.on_death = self._on_death
-        logger.info("listening on http://%s:%d", self.config.host, self.port)
+        scheme = "https" if self.config.is_ssl else "http"
+        logger.info("listening on %s://%s:%d", scheme, self.config.host, self.port)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         # Not recorded as uvicorn does: it would raise the signal again at the end, and a clean exit would look killed.

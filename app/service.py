@@ -92,8 +92,8 @@ class Service:
         return Run(self.loop, job, self.settings.per_request_spec_decode_metrics)
 
     def cache_salt(self, request: Request, body: GenerationRequest) -> dict[str, str]:
-        """What must be equal for two requests to share KV blocks: the key and the caller's own salt, kept apart."""
-        parts = {"api_key": getattr(request.state, "api_key", None), "cache_salt": body.cache_salt}
+        """What must be equal for two requests to share KV blocks: the key's name and the caller's salt, kept apart."""
+        parts = {"api_key": getattr(request.state, "key_name", None), "cache_salt": body.cache_salt}
         return {name: value for name, value in parts.items() if value is not None}
 
     def require_chat_template(self) -> "ChatTemplate":

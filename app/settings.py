@@ -15,6 +15,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field, ValidationError
 from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 
+from app.keys import ApiKey, parse_keys
 from core import EMBEDDED_MODEL, EngineConfig, InvalidRequest, SpeculativeConfig
 
 ENV_PREFIX = "OCTAVO_"
@@ -26,8 +27,21 @@ class SettingsError(ValueError):
 
 
 def _split(value: Any) -> Any:
-    """A variable holds a list with commas between."""
-    return tuple(part.strip() for part in value.split(",") if part.strip()) if isinstance(value, str) else value
+    """A variable holds a list with commas between; one in JSON, as vLLM takes, may be anywhere."""
+    if isinstance(value, tuple | list):
+        return tuple(part for item in value for part in (_json_list(item) or (item,)))
+    if not isinstance(value, str):
+        return value
+    return _json_list(value) or tuple(part.strip() for part in value.split(",") if part.strip())
+
+
+def _json_list(value: Any) -> tuple[Any, ...] | None:
+    if not (isinstance(value, str) and value.startswith("[")):
+        return None
+    try:
+        return tuple(json.loads(value))
+    except ValueError:
+        return None
 
 
 def _human_int(value: Any) -> Any:
@@ -62,9 +76,24 @@ class Settings(BaseSettings):
     served_model_name: Names = Field(default=(), description="Name of the model in the API; repeat it for aliases.")
     host: str = Field(default="0.0.0.0", description="Address to listen on.")
     port: int = Field(default=8000, ge=0, le=65535, description="Port to listen on; 0 for any free one.")
-    api_key: Names = Field(default=(), description="Key that clients must send; repeat it for several.")
+    api_key: Names = Field(
+        default=(), repr=False, description="Key that clients must send, KEY or NAME:KEY; repeat it for several."
+    )
+    api_key_file: Path | None = Field(default=None, description="File with further keys, one a line.")
     protect_metrics: bool = Field(default=False, description="Ask for the key on /metrics too.")
     allowed_origins: Names = Field(default=("*",), description="Origin of browsers that may call; repeat it.")
+    allowed_methods: Names = Field(default=("*",), description="Method that they may use; repeat it.")
+    allowed_headers: Names = Field(default=("*",), description="Header that they may send; repeat it.")
+    allow_credentials: bool = Field(default=False, description="Let them send cookies along.")
+    root_path: str = Field(
+        default="", pattern=r"^(/\S*[^\s/])?$", description="Path below which a proxy offers this server, like /llm."
+    )
+    ssl_certfile: Path | None = Field(default=None, description="Certificate, PEM; with it the server speaks HTTPS.")
+    ssl_keyfile: Path | None = Field(default=None, description="Its private key, if that is in a file of its own.")
+    ssl_ca_certs: Path | None = Field(default=None, description="Who may have signed the certificates of clients.")
+    ssl_cert_reqs: int = Field(
+        default=0, ge=0, le=2, description="Whether clients must show one: 0 no, 1 if they like, 2 yes."
+    )
     max_num_seqs: HumanInt = Field(default=64, ge=1, description="Most requests running at once.")
     max_num_batched_tokens: HumanInt = Field(default=512, ge=1, description="Most tokens computed in one step.")
     max_queue: HumanInt = Field(default=1024, ge=0, description="Most requests waiting for a place; beyond it 503.")
@@ -106,6 +135,7 @@ class Settings(BaseSettings):
     )
     shutdown_timeout: float = Field(default=30.0, ge=0, description="Seconds for open streams to end after SIGTERM.")
     log_level: LogLevel = Field(default="info", description="Of the server's own log.")
+    log_format: Literal["text", "json"] = Field(default="text", description="Of its lines: text or json.")
     uvicorn_log_level: LogLevel = Field(default="warning", description="Of the HTTP server's log.")
     cache_dir: Path = Field(default_factory=_cache_dir, description="Where pulled models lie.")
 
@@ -113,6 +143,26 @@ class Settings(BaseSettings):
     def model_names(self) -> tuple[str, ...]:
         """Names that requests may use; the first is the one in responses."""
         return self.served_model_name or (self.model,)
+
+    @cached_property
+    def api_keys(self) -> tuple[ApiKey, ...]:
+        """The keys of flag or variable, and those of the file. Raises SettingsError."""
+        try:
+            return parse_keys(self.api_key) + self._keys_of_file()
+        except ValueError as error:
+            raise SettingsError(f"--api-key: {error}") from None
+
+    def _keys_of_file(self) -> tuple[ApiKey, ...]:
+        if self.api_key_file is None:
+            return ()
+        try:
+            lines = [line.strip() for line in self.api_key_file.read_text(encoding="utf-8").splitlines()]
+            keys = parse_keys(line for line in lines if line and not line.startswith("#"))
+        except (OSError, ValueError) as error:
+            raise SettingsError(f"--api-key-file: {error}") from error
+        if not keys:  # whoever gives a file does not want an open server
+            raise SettingsError(f"--api-key-file: {self.api_key_file} has no key in it")
+        return keys
 
     @cached_property
     def chat_template_source(self) -> str | None:
@@ -171,6 +221,8 @@ def load_settings(flags: Mapping[str, Any]) -> Settings:
         settings = Settings(**{name: value for name, value in flags.items() if value is not None})
         config = settings.engine_config()
         _compile_chat_template(settings)
+        _check_tls(settings)
+        _ = settings.api_keys
     except ValidationError as error:
         raise SettingsError("; ".join(_describe(problem, flags) for problem in error.errors())) from error
     except InvalidRequest as error:
@@ -190,6 +242,24 @@ def _compile_chat_template(settings: Settings) -> None:
         ChatTemplate(settings.chat_template_source, {})
     except InvalidRequest as error:
         raise SettingsError(f"--chat-template: {error}") from error
+
+
+def _check_tls(settings: Settings) -> None:
+    """The same for certificates."""
+    files = (settings.ssl_certfile, settings.ssl_keyfile, settings.ssl_ca_certs)
+    if settings.ssl_certfile is None:
+        if any(files) or settings.ssl_cert_reqs:
+            raise SettingsError("the --ssl-... flags need --ssl-certfile")
+        return
+    import ssl
+
+    try:
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        context.load_cert_chain(settings.ssl_certfile, settings.ssl_keyfile, password=lambda: "")  # or it would ask
+        if settings.ssl_ca_certs is not None:
+            context.load_verify_locations(settings.ssl_ca_certs)
+    except OSError as error:
+        raise SettingsError(f"--ssl-certfile {', '.join(str(file) for file in files if file)}: {error}") from error
 
 
 def _describe(problem: Mapping[str, Any], flags: Mapping[str, Any]) -> str:

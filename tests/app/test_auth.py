@@ -53,6 +53,28 @@ async def test_each_key_opens_whatever_the_case_of_the_scheme(value: Any):
     assert 200 == response.status_code
 
 
+@pytest.mark.parametrize("key", ["key one", "kéy".encode()])
+async def test_a_key_may_come_in_a_header_of_its_own(key: Any):
+    async with in_process(**KEYS) as server:
+        assert 200 == (await server.client.get("/v1/models", headers={"X-Api-Key": key})).status_code
+        assert 401 == (await server.client.get("/v1/models", headers={"X-Api-Key": "key two"})).status_code
+
+
+async def test_callers_share_a_prefix_with_their_other_keys_and_with_nobody_else():
+    """The name is what separates: an old key and a new one of the same name are one caller."""
+    prompt = "a prompt of some blocks"
+    keys = ("alice:old", "alice:new", "bob:other", "nameless")
+    async with in_process(api_key=keys) as server:
+        cached = []
+        for key in ("old", "new", "other", "nameless", "nameless"):
+            headers = {"Authorization": f"Bearer {key}"}
+            body = {"prompt": prompt, "max_tokens": 1}
+            answer = (await server.client.post("/v1/completions", json=body, headers=headers)).json()
+            cached.append(answer["usage"]["prompt_tokens_details"]["cached_tokens"])
+
+    assert [0, 20, 0, 0, 20] == cached
+
+
 async def test_metrics_can_be_closed_too():
     async with in_process(**KEYS, protect_metrics=True) as server:
         assert 401 == (await server.client.get("/metrics")).status_code

@@ -1,12 +1,14 @@
 """The log: fields behind the message, vLLM's lines on the cache and on how it goes."""
 
 import asyncio
+import json
 import logging
+import sys
 
 import pytest
 
 from app.engine_loop import EngineLoop
-from app.logs import FieldFormatter, log_start, log_stats, max_concurrency, stats_line
+from app.logs import FieldFormatter, JsonFormatter, log_start, log_stats, max_concurrency, stats_line
 from core import EngineStats
 from tests.app.servers import in_process, make_engine
 
@@ -23,6 +25,27 @@ def test_a_field_cannot_write_a_line_of_its_own():
     record.field = "a\n2026 ERROR\x1b[1m"
 
     assert FieldFormatter().format(record).endswith(r"app.x: m field='a\n2026 ERROR\x1b[1m'")
+
+
+def test_a_line_may_be_an_object_of_json():
+    try:
+        raise ValueError("a\nb")
+    except ValueError:
+        record = logging.LogRecord("app.x", logging.ERROR, "", 0, "request %s", ("failed",), sys.exc_info())
+    record.created, record.num, record.text = 1.5, 7, "é\n"
+
+    line = JsonFormatter().format(record)
+    found = json.loads(line)
+    assert "\n" not in line
+    assert "ValueError: a\nb" in found.pop("exception")
+    assert {
+        "time": "1970-01-01T00:00:01.500+00:00",
+        "level": "error",
+        "logger": "app.x",
+        "message": "request failed",
+        "num": 7,
+        "text": "é\n",
+    } == found
 
 
 def test_the_start_line_tells_the_caches_size(caplog: pytest.LogCaptureFixture):
@@ -53,18 +76,6 @@ def test_the_stats_line_tells_rates_between_two_moments():
         "Avg prompt throughput: 5.0 tokens/s, Avg generation throughput: 2.0 tokens/s, Running: 2 reqs, "
         "Waiting: 1 reqs, KV cache usage: 50.0%, Prefix cache hit rate: 25.0%, Draft acceptance rate: 40.0%"
     ) == stats_line(before, now, seconds=10)
-
-
-async def test_a_finished_request_is_one_line(caplog: pytest.LogCaptureFixture):
-    with caplog.at_level(logging.INFO):
-        async with in_process() as server:
-            headers = {"X-Request-Id": "mine"}
-            await server.client.post("/v1/completions", json={"prompt": "abc", "max_tokens": 2}, headers=headers)
-
-    lines = [vars(record) for record in caplog.records if record.msg == "request finished"]
-    assert [("mine", "length", 3, 2)] == [
-        (line["trace_id"], line["reason"], line["num_prompt_tokens"], line["num_output_tokens"]) for line in lines
-    ]
 
 
 async def test_an_unknown_field_is_logged_once(caplog: pytest.LogCaptureFixture):

@@ -4,8 +4,11 @@ import asyncio
 import json
 import signal
 import socket
+import ssl
+import subprocess
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -22,18 +25,27 @@ BODY = {"prompt": "p", "max_tokens": 5, "stream": True}
 
 
 @asynccontextmanager
-async def serving(
-    engine: Engine, **fields: Any
-) -> AsyncIterator[tuple[Server, httpx.AsyncClient, "asyncio.Task[None]"]]:
+async def listening(engine: Engine, **fields: Any) -> AsyncIterator[tuple[Server, int, "asyncio.Task[None]"]]:
+    """A server, its port and its task; whoever enters has to end it."""
     settings = make_settings(**fields)
     with socket.create_server(("127.0.0.1", 0)) as listener:
         server = Server(create_app(settings, engine), settings)
         task = asyncio.create_task(server.serve([listener]))
-        url = f"http://127.0.0.1:{listener.getsockname()[1]}"
-        async with httpx.AsyncClient(base_url=url, timeout=30) as client:
-            (await client.get("/health")).raise_for_status()
-            yield server, client, task
-            await task
+        yield server, listener.getsockname()[1], task
+        await task
+
+
+@asynccontextmanager
+async def serving(
+    engine: Engine, **fields: Any
+) -> AsyncIterator[tuple[Server, httpx.AsyncClient, "asyncio.Task[None]"]]:
+    async with (
+        listening(engine, **fields) as (server, port, task),
+        httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=30) as client,
+    ):
+        (await client.get("/health")).raise_for_status()
+        yield server, client, task
+        await task
 
 
 def app_loop(server: Server) -> EngineLoop:
@@ -136,4 +148,52 @@ async def test_the_connection_of_a_client_that_reads_nothing_is_cut(stream: bool
         while len(server.server_state.connections) > 1:  # the other is the one that asks for metrics
             await asyncio.sleep(0)
         writer.close()
+        server.should_exit = True
+
+
+@pytest.fixture(scope="module")
+def certificate(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """A certificate for the loopback interface that vouches for itself, and its key."""
+    directory = tmp_path_factory.mktemp("tls")
+    files = directory / "certificate.pem", directory / "key.pem"
+    names = ["-subj", "/CN=test", "-addext", "subjectAltName=IP:127.0.0.1"]
+    key = ["-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes", "-keyout", str(files[1])]
+    command = ["openssl", "req", "-x509", "-days", "1", *key, *names, "-out", str(files[0])]
+    subprocess.run(command, check=True, capture_output=True)
+    return files
+
+
+def tls_client(certificate: tuple[Path, Path], *, shows_its_own: bool = False) -> httpx.AsyncClient:
+    context = ssl.create_default_context(cafile=certificate[0])
+    if shows_its_own:
+        context.load_cert_chain(*certificate)
+    return httpx.AsyncClient(verify=context, timeout=30)
+
+
+async def test_with_a_certificate_the_server_speaks_https(
+    certificate: tuple[Path, Path], caplog: pytest.LogCaptureFixture
+):
+    fields = {"ssl_certfile": certificate[0], "ssl_keyfile": certificate[1]}
+    with caplog.at_level("INFO"):
+        async with listening(make_engine(), **fields) as (server, port, _):
+            async with tls_client(certificate) as client:
+                answer = await client.post(f"https://127.0.0.1:{port}/v1/completions", json={"prompt": "p"})
+                with pytest.raises(httpx.RemoteProtocolError):
+                    await client.get(f"http://127.0.0.1:{port}/health")
+            server.should_exit = True
+
+    assert 200 == answer.status_code
+    assert f"listening on https://0.0.0.0:{port}" in caplog.text
+
+
+async def test_clients_may_have_to_show_a_certificate_too(certificate: tuple[Path, Path]):
+    fields = {"ssl_certfile": certificate[0], "ssl_keyfile": certificate[1]}
+    fields |= {"ssl_ca_certs": certificate[0], "ssl_cert_reqs": 2}
+    async with listening(make_engine(), **fields) as (server, port, _):
+        url = f"https://127.0.0.1:{port}/health"
+        async with tls_client(certificate, shows_its_own=True) as client:
+            assert 200 == (await client.get(url)).status_code
+        async with tls_client(certificate) as client:
+            with pytest.raises(httpx.TransportError):
+                await client.get(url)
         server.should_exit = True

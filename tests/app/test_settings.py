@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from app.keys import parse_keys
 from app.settings import SettingsError, load_settings
 from core import EMBEDDED_MODEL, SpeculativeConfig
 from tests.app.servers import make_settings
@@ -41,6 +42,23 @@ def test_lists_are_repeated_flags_or_commas(monkeypatch: pytest.MonkeyPatch):
 
 
 @pytest.mark.parametrize(
+    "origins", [('["http://a", "http://b"]',), ("http://a", "http://b"), ('["http://a"]', "http://b")]
+)
+def test_lists_may_be_in_json_as_vllm_takes_them(origins: tuple[str, ...]):
+    assert ("http://a", "http://b") == load_settings({"allowed_origins": origins}).allowed_origins
+
+
+def test_keys_come_from_flag_and_file_together(tmp_path: Path):
+    file = tmp_path / "keys"
+    file.write_text("# ours\nalice:one\n\n  two  \n")
+    settings = load_settings({"api_key": ("bob:three",), "api_key_file": str(file)})
+
+    assert ["bob", "alice", "key-2"] == [key.name for key in settings.api_keys]
+    assert settings.api_keys[2].digest == parse_keys(["two"])[0].digest
+    assert "three" not in repr(settings)
+
+
+@pytest.mark.parametrize(
     ("text", "number"), [("512", 512), ("2k", 2000), ("2K", 2048), ("1.5K", 1536), ("3M", 3 * 2**20), ("1G", 2**30)]
 )
 def test_numbers_have_vllms_short_forms(text: str, number: int):
@@ -61,6 +79,15 @@ def test_numbers_have_vllms_short_forms(text: str, number: int):
         ({"speculative_config": '{"no_such_field": 1}'}, "--speculative-config"),
         ({"chat_template": "/no/such/file"}, "--chat-template"),
         ({"chat_template": "{% bad"}, "--chat-template: the chat template is broken: line 1: "),
+        ({"root_path": "llm"}, "--root-path llm: "),
+        ({"root_path": "/llm/"}, "--root-path /llm/: "),
+        ({"api_key": ("good", "alice:")}, "--api-key: key 2 is empty"),
+        ({"api_key_file": "/no/such/file"}, "--api-key-file: "),
+        ({"api_key_file": "/dev/null"}, "--api-key-file: /dev/null has no key in it"),
+        ({"ssl_keyfile": "key.pem"}, "the --ssl-... flags need --ssl-certfile"),
+        ({"ssl_cert_reqs": "2"}, "the --ssl-... flags need --ssl-certfile"),
+        ({"ssl_certfile": "/no/such/file"}, "--ssl-certfile /no/such/file: "),
+        ({"ssl_certfile": "/dev/null"}, "--ssl-certfile /dev/null: "),
         ({"no_such_setting": "1"}, "no-such-setting"),
     ],
 )
