@@ -13,9 +13,10 @@ import json
 import re
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING, Any
 
+from core.decoding.grammar_trial import TokenTable, Trial, compile_grammar, make_bridge
 from core.errors import InvalidRequest, NumericalFault
 from core.request import StructuredOutput
 from core.tokenizer import Tokenizer
@@ -25,13 +26,15 @@ if TYPE_CHECKING:
 
 MAX_COMPILED = 128  # grammars kept for the next request that asks for the same
 MAX_KEPT_MASKS = 64  # per request: more than a step's drafts, of which draft model and target both ask
+MAX_GRAMMAR_BYTES = 2**16
+MAX_SCHEMA_DEPTH = 64  # levels of JSON
 MAX_ERROR_LENGTH = 400
 
-# Tokenization is the model's affair: where only one text can follow, llguidance would allow the one token with which
-# its tokenizer begins that text, and the mask would no longer be a matter of the grammar alone.
-_OPTIONS = '\n%llguidance {"no_forcing": true}\n'
 # One space may follow a comma or a colon, none stand elsewhere: a model that likes blanks cannot write them for ever.
 _JSON_FORM = {"whitespace_flexible": False, "item_separator": ", ?", "key_separator": ": ?"}
+
+# Of a schema's keys, those whose values are data, in which nothing means anything.
+_DATA_KEYS = {"const", "enum", "default", "examples"}
 
 
 class Grammar:
@@ -112,48 +115,81 @@ class Constraint:
     def _raise_if_failed(self) -> None:
         """A matcher that has failed says nothing any more; the next question begins with a new one."""
         if self._matcher.is_error():
-            error = _in_one_line(self._matcher.get_error())
+            error = self._matcher.get_error().splitlines()[0]
             self._matcher = self._template.deep_copy()
             self._token_ids, self._masks = [], OrderedDict()
             raise NumericalFault(f"the grammar cannot be followed any further: {error}")
 
 
 class GrammarCompiler:
-    """Compiles for one tokenizer, and keeps what it compiled last. Any thread may call it."""
+    """Compiles for one tokenizer, within limits, and keeps what it compiled last. Any thread may call it."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
-        self._bridge: LLTokenizer | None = None
+        self._idle_trials: list[Trial] = []
         self.compile = lru_cache(MAX_COMPILED)(self._compile)
 
     def _compile(self, wanted: StructuredOutput) -> Grammar:
         """Raises InvalidRequest for what cannot be honoured, or not within the limits."""
-        from llguidance import LLMatcher, LLParserLimits
-
-        if self._bridge is None:
-            self._bridge = _bridge(self._tokenizer)
-        limits = LLParserLimits(verbose_errors=False)
-        template = LLMatcher(self._bridge, lark_of(wanted) + _OPTIONS, log_level=0, limits=limits)
-        if template.is_error():
-            raise InvalidRequest(
-                f"{wanted.kind} cannot be honoured: {_in_one_line(template.get_error())}", "structured_output"
-            )
+        lark = lark_of(wanted)
+        error = self._try_out(lark)
+        if not error:
+            template, error = compile_grammar(self._bridge, lark)
+        if error:
+            raise _refusal(wanted, "cannot be honoured: " + _readable(error, wanted))
         return Grammar(template, sum(1 << token_id for token_id in self._bridge.eos_tokens))
+
+    def _try_out(self, lark: str) -> str:
+        """What the trial says is wrong with it. Each thread that comes at the same time gets a trial of its own."""
+        try:
+            trial = self._idle_trials.pop()
+        except IndexError:
+            trial = Trial(self._table)
+        error = trial.error_of(lark)
+        if not trial.is_over:
+            self._idle_trials.append(trial)
+        return error
+
+    @cached_property
+    def _table(self) -> TokenTable:
+        """The tokenizer's tokens as bytes; special ones by their names, by which a grammar can ask for them."""
+        tokenizer = self._tokenizer
+        tokens = [tokenizer.token_bytes(token_id) for token_id in range(tokenizer.vocab_size)]
+        special = [i for i, data in enumerate(tokens) if not data and tokenizer.token_text(i)]
+        for token_id in special:
+            tokens[token_id] = tokenizer.token_text(token_id).encode()
+        ends = sorted(i for i in tokenizer.eos_token_ids if i < tokenizer.vocab_size)
+        if not ends:  # llguidance needs one: beyond the vocabulary, where no model can say it
+            ends = [len(tokens)]
+            tokens.append(b"<end>")
+            special += ends
+        return tokens, special, ends
+
+    @cached_property
+    def _bridge(self) -> "LLTokenizer":
+        return make_bridge(self._table)
 
 
 def lark_of(wanted: StructuredOutput) -> str:
-    """The same in llguidance's variant of Lark. Raises InvalidRequest for a schema that is no JSON object."""
+    """The same in llguidance's variant of Lark. Raises InvalidRequest for what is too long, too deep or no schema."""
     from llguidance import regex_to_lark
 
     value = wanted.value
+    num_bytes = sum(
+        len(part.encode("utf-8", "surrogatepass")) for part in ([value] if isinstance(value, str) else value)
+    )
+    if num_bytes > MAX_GRAMMAR_BYTES:
+        raise _refusal(wanted, f"has {num_bytes} bytes, limit is {MAX_GRAMMAR_BYTES}")
     if wanted.kind == "choice":
+        if not value:
+            raise _refusal(wanted, "is an empty list")
         return f"start: {' | '.join(json.dumps(choice, ensure_ascii=False) for choice in value)}"
     assert isinstance(value, str)
     if wanted.kind == "grammar":
         return value
     if wanted.kind == "regex":
         return f"start: /{regex_to_lark(value, '')}/"
-    return f"start: {lark_json({'type': 'object'} if wanted.kind == 'json_object' else _schema(value))}"
+    return f"start: {lark_json({'type': 'object'} if wanted.kind == 'json_object' else _schema(wanted))}"
 
 
 def lark_json(schema: Mapping[str, Any]) -> str:
@@ -161,46 +197,43 @@ def lark_json(schema: Mapping[str, Any]) -> str:
     return f"%json {json.dumps({**schema, 'x-guidance': _JSON_FORM})}"
 
 
-def _schema(text: str) -> dict[str, Any]:
-    schema = json.loads(text)
+def _schema(wanted: StructuredOutput) -> dict[str, Any]:
+    """The schema, held to our limits and to what llguidance only seems to honour."""
+    try:
+        schema = json.loads(str(wanted.value))
+    except (ValueError, RecursionError) as error:
+        raise _refusal(wanted, f"cannot be read: {error}") from error
     if schema is True:
         return {}
     if not isinstance(schema, dict):
-        raise InvalidRequest("json_schema must be an object", "structured_output")
+        raise _refusal(wanted, "must be an object")
+    if "draft-03" in str(schema.get("$schema")):
+        raise _refusal(wanted, "is of draft 3, which is not supported")
+    _check(schema, wanted, depth=1)
     return schema
 
 
-class _TokenizerBytes:
-    """A tokenizer's tokens as bytes, in the shape that llguidance's bridge takes."""
-
-    bos_token_id = None
-
-    def __init__(self, tokenizer: Tokenizer) -> None:
-        self.tokens = [tokenizer.token_bytes(token_id) for token_id in range(tokenizer.vocab_size)]
-        self.special_token_ids = [i for i, data in enumerate(self.tokens) if not data and tokenizer.token_text(i)]
-        for token_id in self.special_token_ids:
-            self.tokens[token_id] = tokenizer.token_text(token_id).encode()  # by this name a grammar can ask for it
-        ends = sorted(i for i in tokenizer.eos_token_ids if i < tokenizer.vocab_size)
-        if not ends:  # llguidance needs one: beyond the vocabulary, where no model can say it
-            ends = [len(self.tokens)]
-            self.tokens.append(b"<end>")
-            self.special_token_ids += ends
-        self.eos_token_ids = ends
-        self.eos_token_id = ends[0]
-
-    def __call__(self, text: bytes | str) -> list[int]:
-        """Tokens of a text; asked only where tokens are forced, which `_OPTIONS` rules out."""
-        return []
+def _check(schema: Any, wanted: StructuredOutput, *, depth: int) -> None:
+    if depth > MAX_SCHEMA_DEPTH:
+        raise _refusal(wanted, f"is nested more than {MAX_SCHEMA_DEPTH} deep")
+    if isinstance(schema, dict):
+        least, required = schema.get("minProperties"), schema.get("required")
+        # Keys of a map are not kept apart, so two of them may be one.
+        if isinstance(least, int) and least > 1 + (len(required) if isinstance(required, list) else 0):
+            raise _refusal(wanted, f"has minProperties {least}, supported is at most 1 more than is required by name")
+    for key, part in schema.items() if isinstance(schema, dict) else enumerate(schema):
+        if isinstance(part, dict | list) and key not in _DATA_KEYS:
+            _check(part, wanted, depth=depth + 1)
 
 
-def _bridge(tokenizer: Tokenizer) -> "LLTokenizer":
-    from llguidance import LLTokenizer, TokenizerWrapper
-
-    tokens = _TokenizerBytes(tokenizer)
-    return LLTokenizer(TokenizerWrapper(tokens), eos_token=tokens.eos_token_ids)
+def _refusal(wanted: StructuredOutput, why: str) -> InvalidRequest:
+    return InvalidRequest(f"{wanted.kind} {why}", "structured_output")
 
 
-def _in_one_line(error: str) -> str:
+def _readable(error: str, wanted: StructuredOutput) -> str:
     """The parser's message without the excerpt of the grammar behind it: what we wrote there is not the caller's."""
-    lines = [line.strip() for line in error.splitlines() if not re.match(r" *[0-9]+ \|", line)]
-    return " ".join(line for line in lines if line.strip("^"))[:MAX_ERROR_LENGTH]
+    lines = error.partition("\n<")[0].splitlines()
+    text = " ".join(line.strip() for line in lines if not re.match(r" *[0-9]+ \||[ ^]*$", line))
+    if wanted.kind != "grammar":  # of the others the caller has seen no lines
+        text = re.sub(r"^(at )?[0-9]+\([0-9]+\): (failed to compile JSON schema: )?", "", text)
+    return text.replace("NoExtensionBias", "no text keeps to it")[:MAX_ERROR_LENGTH]

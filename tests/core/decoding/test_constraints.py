@@ -4,6 +4,7 @@ import json
 import pickle
 import re
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from hypothesis import given, settings
@@ -160,23 +161,82 @@ def test_a_grammar_may_ask_for_special_tokens() -> None:
     assert {END} == after(constraint("grammar", 'start: "a" <|end|> "b"'), "a")
 
 
+def nested(depth: int) -> str:
+    return '{"items": ' * depth + "{}" + "}" * depth
+
+
+def chain(length: int) -> str:
+    """A grammar that refers from rule to rule."""
+    return "start: a0\n" + "".join(f"a{i}: a{i + 1}\n" for i in range(length)) + f'a{length}: "x"'
+
+
 class TestRefusals:
     @pytest.mark.parametrize(
         ("kind", "value", "told"),
         [
-            ("json_schema", '{"type": "strin"}', "strin"),
+            ("json_schema", '{"type": "strin"}', "Invalid type: strin"),
             ("json_schema", '{"not": {}}', "not"),
-            ("json_schema", "false", "object"),
+            ("json_schema", '{"uniqueItems": true}', "uniqueItems"),
+            ("json_schema", "false", "must be an object"),
+            ("json_schema", "{", "cannot be read"),
             ("json_schema", '{"$ref": "#/nowhere"}', "nowhere"),
+            ("json_schema", '{"$ref": "http://localhost/schema"}', "http://localhost/schema"),
+            ("json_schema", '{"$ref": "#"}', "no text keeps to it"),
+            ("json_schema", '{"$schema": "http://json-schema.org/draft-03/schema#"}', "draft 3"),
+            ("json_schema", '{"items": [{"minProperties": 3, "required": ["a"]}]}', "minProperties 3"),
+            ("json_schema", nested(64), "nested more than 64 deep"),
+            ("json_schema", nested(2000), "cannot be read"),
+            ("json_schema", json.dumps({"const": "x" * 2**16}), "65549 bytes, limit is 65536"),
             ("regex", "a(?=b)", "look-ahead"),
             ("regex", "(", "unclosed"),
-            ("grammar", "start: a\na: missing", "2"),
+            ("regex", "x" * 65537, "65537 bytes, limit is 65536"),
+            ("choice", (), "empty list"),
+            ("choice", ("é" * 2**15, "!"), "65537 bytes, limit is 65536"),
+            ("grammar", "start: a\na: missing", "at 2("),
+            ("grammar", "start: start", "no text keeps to it"),
         ],
     )
-    def test_what_cannot_be_honoured_is_refused(self, kind: str, value: str, told: str) -> None:
+    def test_what_cannot_be_honoured_is_refused(self, kind: str, value: str | tuple[str, ...], told: str) -> None:
         with pytest.raises(InvalidRequest, match=f"(?s)^{kind} .*{re.escape(told)}") as caught:
             constraint(kind, value)
         assert "structured_output" == caught.value.param
+        assert len(str(caught.value)) < 500
+
+    @pytest.mark.parametrize(
+        ("kind", "value"),
+        [
+            ("json_schema", nested(62)),
+            ("json_schema", '{"minProperties": 2, "required": ["a"]}'),
+            ("json_schema", '{"const": {"minProperties": 9}}'),
+            ("json_schema", json.dumps({"properties": {f"p{i}": {} for i in range(2000)}})),
+            ("choice", tuple(f"choice {i}" for i in range(4000))),
+            ("grammar", chain(500)),
+        ],
+    )
+    def test_what_is_only_large_is_honoured(self, kind: str, value: str | tuple[str, ...]) -> None:
+        assert ids_of(constraint(kind, value).allowed([]))
+
+    @pytest.mark.parametrize(
+        ("kind", "value", "told"),
+        [
+            ("grammar", chain(4000), "refers too deeply"),
+            ("grammar", "start: A\nA: " + " & ".join(f"/(a|b)*a(a|b){{{i}}}/" for i in range(60)), "more than 3 s"),
+        ],
+        ids=["stack", "time"],
+    )
+    def test_what_would_end_the_server_ends_a_trial(self, kind: str, value: str, told: str) -> None:
+        """And the next one is compiled as ever."""
+        with pytest.raises(InvalidRequest, match=told):
+            constraint(kind, value)
+        assert {*b"a"} == after(constraint("regex", f"a{{1,{len(value)}}}"), "")
+
+
+def test_trials_at_the_same_time_do_not_hear_of_each_other() -> None:
+    compiler = GrammarCompiler(ByteTokenizer())
+    with ThreadPoolExecutor(4) as threads:
+        said = list(threads.map(lambda i: constraint("regex", f"a{{{i}}}b", compiler), range(1, 9)))
+
+    assert [{*b"b"}] * 8 == [after(one, "a" * i) for i, one in enumerate(said, 1)]
 
 
 def test_what_is_asked_for_is_plain() -> None:
