@@ -11,7 +11,8 @@ from starlette.responses import Response
 from app import sse
 from app.chat_template import render_prompt
 from app.drafts import predicted_text
-from app.generation import Ask, Job, renamed, sampling_params, stream_options, token_name
+from app.generation import Ask, Job, renamed, sampling_params, stream_options
+from app.logprobs import LogprobsWriter, prompt_logprobs
 from app.parts import Call, CallArguments, CallStart, Part, PartReader, Text
 from app.run import shown_reason
 from app.schemas import (
@@ -26,14 +27,12 @@ from app.schemas import (
     FunctionCallDelta,
     MadeFunctionCall,
     MadeToolCall,
-    TokenLogprob,
     ToolCallDelta,
-    TopLogprob,
 )
 from app.scripts import parse_script
 from app.service import Service, ServiceOf, trace_id
 from app.tools import ToolUse, tool_use
-from core import InvalidRequest, OutputToken, RequestOutput, SamplingParams, Tokenizer, TokenLogprobs
+from core import InvalidRequest, OutputToken, RequestOutput, SamplingParams, Tokenizer
 
 router = APIRouter()
 
@@ -67,6 +66,7 @@ async def _ask(service: Service, body: ChatRequest, tools: ToolUse, request: Req
         tools=tools.definitions,
         add_generation_prompt=body.add_generation_prompt is not False,
         continue_final_message=bool(body.continue_final_message),
+        variables=body.chat_template_kwargs or {},
     )
     await service.in_tokenizer(tools.compile, service.engine)
     return Ask(
@@ -76,6 +76,8 @@ async def _ask(service: Service, body: ChatRequest, tools: ToolUse, request: Req
         params=params,
         names={**_names(body), **({"structured_output": "tools"} if tools.structured_output() else {})},
         n=body.n or 1,
+        bad_words=body.bad_words or (),
+        max_prompt_tokens=body.truncate_prompt_tokens,
         cache_salt=service.cache_salt(request, body),
         script=script,
         prediction=predicted_text(body.prediction),
@@ -94,6 +96,7 @@ def _params(body: ChatRequest) -> SamplingParams:
             body,
             max_tokens=getattr(body, names["max_tokens"]),
             num_logprobs=(body.top_logprobs or 0) if body.logprobs else None,
+            num_prompt_logprobs=body.prompt_logprobs,
         )
     except InvalidRequest as error:
         raise renamed(error, names) from None
@@ -123,6 +126,7 @@ async def _complete(service: Service, job: Job, writer: "_Writer") -> ChatRespon
         **run.totals(),
         **writer.head(),
         **writer.prompt_ids(),
+        **writer.prompt_logprobs(outputs[0]),
     )
 
 
@@ -135,6 +139,9 @@ class _Writer:
         self._tools = tools
         self._tokenizer = tokenizer
         self._fingerprint = fingerprint
+        self._logprobs_writer = LogprobsWriter(
+            tokenizer, num_top=body.top_logprobs or 0, names_ids=bool(body.return_tokens_as_token_ids)
+        )
         self._readers: dict[int, PartReader] = {}
         self._calling: set[int] = set()
 
@@ -145,6 +152,12 @@ class _Writer:
 
     def prompt_ids(self) -> dict[str, Any]:
         return {"prompt_token_ids": list(self._job.prompts[0].token_ids)} if self._body.return_token_ids else {}
+
+    def prompt_logprobs(self, output: RequestOutput) -> dict[str, Any]:
+        num_top, token_ids = self._body.prompt_logprobs, self._job.prompts[0].token_ids
+        if num_top is None:
+            return {}
+        return {"prompt_logprobs": prompt_logprobs(self._tokenizer, token_ids, output.prompt_logprobs or (), num_top)}
 
     def whole(self, index: int, output: RequestOutput) -> ChatChoice:
         reason = shown_reason(output)
@@ -199,24 +212,7 @@ class _Writer:
         return {"token_ids": [token.token_id for token in output.tokens]} if self._body.return_token_ids else {}
 
     def _logprobs(self, tokens: Sequence[OutputToken]) -> ChatLogprobs | None:
-        if not self._body.logprobs:
-            return None
-        return ChatLogprobs(content=[self._token(token) for token in tokens], refusal=None)
-
-    def _token(self, token: OutputToken) -> TokenLogprob:
-        assert token.logprobs is not None
-        return TokenLogprob(
-            **self._named(token.token_id, token.logprobs),
-            logprob=token.logprobs.logprob,
-            top_logprobs=[
-                TopLogprob(**self._named(id_, token.logprobs), logprob=value) for id_, value in token.logprobs.top
-            ],
-        )
-
-    def _named(self, token_id: int, logprobs: TokenLogprobs) -> dict[str, Any]:
-        """A token's display text and its bytes; a scripted one may lie outside the vocabulary."""
-        data = logprobs.own_bytes.get(token_id) or self._tokenizer.token_bytes(token_id)
-        return {"token": token_name(self._tokenizer, token_id, logprobs), "bytes": list(data)}
+        return self._logprobs_writer.chat(tokens) if self._body.logprobs else None
 
 
 def _chunk_choice(index: int, delta: Delta) -> ChatChunkChoice:

@@ -48,17 +48,25 @@ class ChatTemplate:
         *,
         tools: Sequence[Mapping[str, Any]] = (),
         add_generation_prompt: bool,
+        variables: Mapping[str, Any] | None = None,
     ) -> str:
-        """The prompt's text. Raises InvalidRequest with what the template complains of."""
+        """The prompt's text; `variables` are more of the template's own.
+
+        Raises:
+            InvalidRequest: with what the template complains of, or with a variable that is not the caller's to set.
+        """
         from jinja2 import TemplateError
 
+        ours = {
+            "messages": messages,
+            "add_generation_prompt": add_generation_prompt,
+            "tools": list(tools) or None,
+            **self._special_token_texts,
+        }
+        if taken := sorted(ours.keys() & (variables or {}).keys()):
+            raise InvalidRequest(f"chat_template_kwargs may not set {taken[0]}", "chat_template_kwargs")
         try:
-            return self._template.render(
-                messages=messages,
-                add_generation_prompt=add_generation_prompt,
-                tools=list(tools) or None,
-                **self._special_token_texts,
-            )
+            return self._template.render({**(variables or {}), **ours})
         except (TemplateError, TypeError, ValueError, LookupError, AttributeError) as error:
             raise InvalidRequest(f"the chat template refuses the messages: {error}", "messages") from error
 
@@ -85,11 +93,12 @@ def render_prompt(
     tools: Sequence[Mapping[str, Any]] = (),
     add_generation_prompt: bool = True,
     continue_final_message: bool = False,
+    variables: Mapping[str, Any] | None = None,
 ) -> str:
     """The text of a conversation, open for the assistant's next message or, on wish, for more of its last one."""
     plain = template.worded([_plain(message, number) for number, message in enumerate(messages)], tools)
     if not continue_final_message:
-        return template.render(plain, tools=tools, add_generation_prompt=add_generation_prompt)
+        return template.render(plain, tools=tools, add_generation_prompt=add_generation_prompt, variables=variables)
     if add_generation_prompt or plain[-1]["role"] != "assistant":
         raise InvalidRequest(
             "continue_final_message needs add_generation_prompt false and a last message of the assistant",
@@ -99,7 +108,8 @@ def render_prompt(
     # else: the message's own text may occur in what closes it, as "end" does in <|im_end|>.
     last, mark = plain[-1]["content"].rstrip(), uuid.uuid4().hex
     plain[-1]["content"] = last + mark
-    text, found, _ = template.render(plain, tools=tools, add_generation_prompt=False).rpartition(mark)
+    closed = template.render(plain, tools=tools, add_generation_prompt=False, variables=variables)
+    text, found, _ = closed.rpartition(mark)
     if not found or not text.endswith(last):
         raise InvalidRequest("the chat template does not keep the last message as it is", "continue_final_message")
     return text

@@ -9,18 +9,16 @@ from starlette.responses import Response
 
 from app import sse
 from app.drafts import predicted_text
-from app.errors import unsupported
 from app.generation import (
     Ask,
     Job,
     sampling_params,
     stream_options,
-    token_name,
 )
-from app.run import make_usage, shown_reason
+from app.logprobs import LogprobsWriter, prompt_logprobs
+from app.run import shown_reason
 from app.schemas import (
     CompletionChoice,
-    CompletionLogprobs,
     CompletionRequest,
     CompletionResponse,
 )
@@ -42,8 +40,6 @@ async def create_completion(body: CompletionRequest, request: Request, service: 
     job = await service.prepare(ask)
     writer = _Writer(job, body, service.engine.tokenizer, service.fingerprint)
     headers = {"x-request-id": job.trace_id}
-    if _generates_nothing(body):
-        return _json(writer.chunk(writer.prompts_alone(), usage=make_usage(job.prompts)), headers)
     if body.stream:
         return sse.EventStream(sse.chunk_events(service.run(job), writer, options), headers)
     return _json(await sse.while_connected(request.receive, _complete(service, job, writer)), headers)
@@ -51,10 +47,8 @@ async def create_completion(body: CompletionRequest, request: Request, service: 
 
 def _ask(service: Service, body: CompletionRequest, request: Request, arrival_s: float) -> Ask:
     best_of = _best_of(body)
-    if body.echo and body.logprobs is not None:
-        raise unsupported("echo", "together with logprobs is not supported by this server")
-    if _generates_nothing(body) and body.stream:
-        raise InvalidRequest("max_tokens is 0, a stream needs at least 1", "max_tokens")
+    if body.max_tokens == 0 and not body.echo:
+        raise InvalidRequest("max_tokens is 0, which is for scoring a prompt, with echo; else at least 1", "max_tokens")
     max_tokens = DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens
     return Ask(
         kind="cmpl",
@@ -62,11 +56,16 @@ def _ask(service: Service, body: CompletionRequest, request: Request, arrival_s:
         prompt=body.prompt,
         params=sampling_params(
             body,
-            max_tokens=None if _generates_nothing(body) else max_tokens,
+            max_tokens=max_tokens,
             num_logprobs=0 if best_of is not None and body.logprobs is None else body.logprobs,
+            num_prompt_logprobs=_num_prompt_logprobs(body),
+            may_be_empty=True,
         ),
         n=body.n or 1,
         best_of=best_of,
+        echo=bool(body.echo),
+        bad_words=body.bad_words or (),
+        max_prompt_tokens=body.truncate_prompt_tokens,
         is_max_tokens_default=body.max_tokens is None,
         cache_salt=service.cache_salt(request, body),
         script=parse_script(body.script, is_enabled=service.settings.enable_scripts),
@@ -80,7 +79,7 @@ def _ask(service: Service, body: CompletionRequest, request: Request, arrival_s:
 def _best_of(body: CompletionRequest) -> int | None:
     """How many samples to choose from; None where all that are drawn are shown."""
     n = body.n or 1
-    if body.best_of is None or body.best_of == n:
+    if not body.best_of or body.best_of == n:
         return None
     if body.best_of < n:
         raise InvalidRequest(f"best_of is {body.best_of}, at least n = {n} is needed", "best_of")
@@ -89,9 +88,10 @@ def _best_of(body: CompletionRequest) -> int | None:
     return body.best_of
 
 
-def _generates_nothing(body: CompletionRequest) -> bool:
-    """Echo of the prompt alone: the one use of max_tokens 0."""
-    return bool(body.echo) and body.max_tokens == 0
+def _num_prompt_logprobs(body: CompletionRequest) -> int | None:
+    """Most alternatives that are wanted with the prompt's tokens: by name, or because the prompt is echoed."""
+    wanted = [body.prompt_logprobs, body.logprobs if body.echo else None]
+    return max((num for num in wanted if num is not None), default=None)
 
 
 async def _complete(service: Service, job: Job, writer: "_Writer") -> CompletionResponse:
@@ -113,6 +113,9 @@ class _Writer:
         self._body = body
         self._tokenizer = tokenizer
         self._fingerprint = fingerprint
+        self._logprobs = LogprobsWriter(
+            tokenizer, num_top=body.logprobs or 0, names_ids=bool(body.return_tokens_as_token_ids)
+        )
         self._offsets: dict[int, int] = {}
 
     def chunk(self, choices: list[CompletionChoice], **totals: Any) -> CompletionResponse:
@@ -128,76 +131,61 @@ class _Writer:
 
     def whole(self, index: int, output: RequestOutput) -> CompletionChoice:
         """A finished choice, the prompt before it if it is echoed."""
-        echoed = self._start(index)
-        choice = self._choice(index, output, **self._prompt_ids(index))
-        choice.text = echoed + choice.text
+        tokens = [*self._echoed(index, output), *output.tokens]
+        choice = self._choice(index, tokens, output, **self._prompt_ids(index))
+        if self._body.prompt_logprobs is not None:
+            choice.prompt_logprobs = prompt_logprobs(
+                self._tokenizer,
+                self._job.prompt_of(index).token_ids,
+                output.prompt_logprobs or (),
+                self._body.prompt_logprobs,
+            )
         return choice
 
     def totals_chunk(self, totals: Mapping[str, Any]) -> CompletionResponse:
         return self.chunk([], **totals)
 
     def deltas(self, index: int, output: RequestOutput, extra: Mapping[str, Any]) -> Iterator[CompletionResponse]:
-        """What one output adds to its choice in a stream: nothing while all of it is held back."""
+        """What one output adds to its choice in a stream: nothing while all of it is held back.
+
+        An echoed prompt comes first, by itself.
+        """
         is_first = index not in self._offsets
-        echoed = self._start(index) if is_first else ""
-        if echoed:
-            yield self.chunk([self._prompt_alone(index, echoed, is_finished=False)], **extra)
+        ids = self._prompt_ids(index) if is_first else {}
+        if is_first and (echoed := self._echoed(index, output)):
+            yield self.chunk([self._choice(index, echoed, None, **ids)], **extra)
+            ids = {}
         if output.text or output.tokens or output.is_finished:
-            ids = self._prompt_ids(index) if is_first and not echoed else {}
-            yield self.chunk([self._choice(index, output, **ids)], **extra)
+            yield self.chunk([self._choice(index, output.tokens, output, **ids)], **extra)
 
-    def prompts_alone(self) -> list[CompletionChoice]:
-        """Every choice when nothing is generated."""
-        return [self._prompt_alone(i, self._start(i), is_finished=True) for i in range(self._job.num_choices)]
-
-    def _start(self, index: int) -> str:
-        """The echoed prompt, '' without echo; its text counts for the offsets of what follows."""
+    def _echoed(self, index: int, output: RequestOutput) -> list[OutputToken]:
+        """The prompt's tokens, if it is echoed; its first output has their log-probabilities if asked for."""
+        self._offsets[index] = 0
+        if not self._body.echo:
+            return []
         prompt = self._job.prompt_of(index)
-        echoed = "" if not self._body.echo else prompt.text
-        if echoed is None:
-            echoed = self._tokenizer.decode(prompt.token_ids)
-        self._offsets[index] = len(echoed)
-        return echoed
-
-    def _prompt_alone(self, index: int, text: str, *, is_finished: bool) -> CompletionChoice:
-        ids: dict[str, Any] = {**self._prompt_ids(index), **({"token_ids": []} if self._body.return_token_ids else {})}
-        return CompletionChoice(
-            index=index,
-            text=text,
-            logprobs=None,
-            finish_reason="length" if is_finished else None,
-            stop_reason=None,
-            **ids,
-        )
+        laws = [None, *(output.prompt_logprobs or [None] * (len(prompt.token_ids) - 1))]
+        return [OutputToken(*parts) for parts in zip(prompt.token_ids, prompt.pieces, laws, strict=True)]
 
     def _prompt_ids(self, index: int) -> dict[str, Any]:
         if not self._body.return_token_ids:
             return {}
         return {"prompt_token_ids": list(self._job.prompt_of(index).token_ids)}
 
-    def _choice(self, index: int, output: RequestOutput, **ids: Any) -> CompletionChoice:
+    def _choice(
+        self, index: int, tokens: Sequence[OutputToken], output: RequestOutput | None, **ids: Any
+    ) -> CompletionChoice:
+        """These tokens of a choice; `output` brought them, but for those of the prompt."""
         if self._body.return_token_ids:
-            ids["token_ids"] = [token.token_id for token in output.tokens]
+            ids["token_ids"] = [token.token_id for token in output.tokens] if output else []
+        text = "".join([token.text for token in tokens])
+        offset = self._offsets[index]
+        self._offsets[index] += len(text)
         return CompletionChoice(
             index=index,
-            text=output.text,
-            logprobs=None if self._body.logprobs is None else self._logprobs(index, output.tokens),
-            finish_reason=shown_reason(output),
-            stop_reason=output.stop_reason,
+            text=text,
+            logprobs=None if self._body.logprobs is None else self._logprobs.completion(tokens, offset),
+            finish_reason=shown_reason(output) if output else None,
+            stop_reason=output.stop_reason if output else None,
             **ids,
         )
-
-    def _logprobs(self, index: int, tokens: Sequence[OutputToken]) -> CompletionLogprobs:
-        listed = CompletionLogprobs(tokens=[], token_logprobs=[], top_logprobs=[], text_offset=[])
-        for token in tokens:
-            assert token.logprobs is not None
-            others = [pair for pair in token.logprobs.top if pair[0] != token.token_id]
-            top = {token_name(self._tokenizer, id_, token.logprobs): value for id_, value in others}
-            # Under its own text, so that looking up a token among its alternatives always finds it.
-            top[token.text] = token.logprobs.logprob
-            listed.tokens.append(token.text)
-            listed.token_logprobs.append(token.logprobs.logprob)
-            listed.top_logprobs.append(dict(sorted(top.items(), key=lambda item: -item[1])))
-            listed.text_offset.append(self._offsets[index])
-            self._offsets[index] += len(token.text)
-        return listed

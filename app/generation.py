@@ -14,7 +14,8 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from app.engine_loop import family_ids
-from app.schemas import MAX_PROMPTS, GenerationRequest, StreamOptions
+from app.prompts import Prompt, PromptItem, encode, encode_bad_words, prompt_items, shortened, with_pieces
+from app.schemas import GenerationRequest, StreamOptions
 from core import (
     ContextLengthExceeded,
     Engine,
@@ -22,13 +23,10 @@ from core import (
     NewRequest,
     SamplingParams,
     ScriptEntry,
-    Tokenizer,
-    TokenLogprobs,
 )
 
 logger = logging.getLogger(__name__)
 
-PromptItem = str | Sequence[int]
 # Fields that go over as they are; a null leaves the engine's default, which is OpenAI's.
 _PLAIN_FIELDS = (
     "temperature",
@@ -42,15 +40,8 @@ _PLAIN_FIELDS = (
     "min_tokens",
     "ignore_eos",
     "include_stop_str_in_output",
+    "skip_special_tokens",
 )
-
-
-@dataclass(frozen=True, slots=True)
-class Prompt:
-    """A prompt's tokens, and its text where it came as text."""
-
-    token_ids: tuple[int, ...]
-    text: str | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,7 +80,8 @@ class Ask:
 
     `kind` starts the id, as clients know it: cmpl or chatcmpl. `prompt` is as the body has it, looked at only outside
     the event loop: it may be long. `names` are the body's, where they are not the engine's. A `max_tokens` that is a
-    default is cut to the room that the context leaves.
+    default is cut to the room that the context leaves. Of a prompt longer than `max_prompt_tokens` the end is kept; -1
+    stands for the context length.
     """
 
     kind: str
@@ -98,6 +90,9 @@ class Ask:
     params: SamplingParams
     n: int
     best_of: int | None = None
+    echo: bool = False
+    bad_words: Sequence[str] = ()
+    max_prompt_tokens: int | None = None
     is_max_tokens_default: bool = False
     names: Mapping[str, str] = field(default_factory=dict)
     cache_salt: Mapping[str, str] = field(default_factory=dict)
@@ -108,35 +103,30 @@ class Ask:
     arrival_s: float
 
 
-def prompt_items(value: Any) -> list[PromptItem]:
-    """The prompts of a completions request, told apart by their shapes: text, texts, ids, lists of ids."""
-    if isinstance(value, str):
-        return [value]
-    if value is None or value == []:
-        raise InvalidRequest(f"prompt is {'missing' if value is None else 'an empty list'}", "prompt")
-    if isinstance(value, list):
-        if _are_ids(value):
-            return [value]
-        if len(value) > MAX_PROMPTS:
-            raise InvalidRequest(f"prompt has {len(value)} items, limit is {MAX_PROMPTS}", "prompt")
-        if all(isinstance(item, str) for item in value) or all(isinstance(i, list) and _are_ids(i) for i in value):
-            return value
-    raise InvalidRequest(
-        "prompt must be a string, a list of strings, a list of token ids or a list of lists of token ids", "prompt"
-    )
+def sampling_params(
+    body: GenerationRequest,
+    *,
+    max_tokens: int | None,
+    num_logprobs: int | None,
+    num_prompt_logprobs: int | None = None,
+    may_be_empty: bool = False,
+) -> SamplingParams:
+    """The body's sampling fields; an empty answer only where it `may_be_empty`.
 
-
-def _are_ids(items: list[Any]) -> bool:
-    return all(type(item) is int for item in items)  # True is an int to isinstance
-
-
-def sampling_params(body: GenerationRequest, *, max_tokens: int | None, num_logprobs: int | None) -> SamplingParams:
-    """The body's sampling fields. Raises InvalidRequest naming the one that is out of range."""
+    Raises:
+        InvalidRequest: naming the field that is out of range.
+    """
+    if body.prompt_logprobs is not None and body.stream:
+        raise InvalidRequest("prompt_logprobs cannot be streamed", "prompt_logprobs")
+    if max_tokens == 0 and not may_be_empty:
+        raise InvalidRequest("max_tokens is 0, at least 1 is needed", "max_tokens")
     given: dict[str, Any] = {name: value for name in _PLAIN_FIELDS if (value := getattr(body, name)) is not None}
     stop = [body.stop] if isinstance(body.stop, str) else body.stop or []
     return SamplingParams(
         max_tokens=max_tokens,
         num_logprobs=num_logprobs,
+        num_prompt_logprobs=num_prompt_logprobs,
+        allowed_token_ids=None if body.allowed_token_ids is None else tuple(body.allowed_token_ids),
         logit_bias=_logit_bias(body.logit_bias or {}),
         stop=tuple(stop),
         stop_token_ids=tuple(body.stop_token_ids or ()),
@@ -152,23 +142,6 @@ def _logit_bias(given: Mapping[str, float]) -> dict[int, float]:
     return {int(key): value for key, value in given.items()}
 
 
-def _num_bytes(text: str, param: str) -> int:
-    try:
-        return len(text.encode())
-    except UnicodeEncodeError as error:
-        raise InvalidRequest(f"{param} has half of a surrogate pair at character {error.start}", param) from None
-
-
-def encode(engine: Engine, item: PromptItem, *, add_special_tokens: bool = True, param: str = "prompt") -> Prompt:
-    """Tokens of one prompt. A text that cannot fit, however it is cut into tokens, is refused before it is cut."""
-    if not isinstance(item, str):
-        return Prompt(tuple(item), None)
-    num_bytes, limit = _num_bytes(item, param), engine.max_model_len * engine.tokenizer.max_token_bytes
-    if num_bytes > limit:
-        raise ContextLengthExceeded(f"{param} has {num_bytes} bytes, limit is {limit}", param)
-    return Prompt(tuple(engine.tokenizer.encode(item, add_special_tokens=add_special_tokens)), item)
-
-
 def build(engine: Engine, ask: Ask) -> Job:
     """Take the prompts apart, tokenize and check each; runs outside the event loop.
 
@@ -181,13 +154,14 @@ def build(engine: Engine, ask: Ask) -> Job:
         raise InvalidRequest(
             f"{name} is {num_samples}, this server runs at most {engine.config.max_num_seqs} at once", name
         )
+    ask = replace(ask, params=replace(ask.params, bad_words=encode_bad_words(engine.tokenizer, ask.bad_words)))
     job_id, items = f"{ask.kind}-{uuid.uuid4().hex}", prompt_items(ask.prompt)
     prompts: list[Prompt] = []
     prediction = encode(engine, ask.prediction or "", add_special_tokens=False, param="prediction").token_ids
     requests: list[NewRequest] = []
     for number, item in enumerate(items):
         try:
-            prompt = encode(engine, item, add_special_tokens=ask.add_special_tokens)
+            prompt = _prompt(engine, item, ask)
             params = _checked(engine, ask, prompt)
         except InvalidRequest as error:
             explained = _explained(error, engine, f"prompt {number}: " if len(items) > 1 else "")
@@ -206,6 +180,13 @@ def build(engine: Engine, ask: Ask) -> Job:
         requests=tuple(requests),
         has_prediction=ask.prediction is not None,
     )
+
+
+def _prompt(engine: Engine, item: PromptItem, ask: Ask) -> Prompt:
+    prompt = encode(engine, item, add_special_tokens=ask.add_special_tokens)
+    if ask.max_prompt_tokens is not None:
+        prompt = shortened(engine, prompt, ask.max_prompt_tokens)
+    return with_pieces(engine.tokenizer, prompt) if ask.echo else prompt
 
 
 def _checked(engine: Engine, ask: Ask, prompt: Prompt) -> SamplingParams:
@@ -244,12 +225,6 @@ def renamed(error: InvalidRequest, names: Mapping[str, str]) -> InvalidRequest:
     """The error in the words of the body. That the prompt is too long stays as it is: clients look for the phrase."""
     message = str(error).replace("max_tokens", names.get("max_tokens", "max_tokens"))
     return type(error)(message, names.get(error.param or "", error.param))
-
-
-def token_name(tokenizer: Tokenizer, token_id: int, logprobs: TokenLogprobs) -> str:
-    """A token for display, of a script too."""
-    own = logprobs.own_bytes.get(token_id)
-    return tokenizer.token_text(token_id) if own is None else own.decode("utf-8", "replace")
 
 
 def stream_options(body: GenerationRequest) -> StreamOptions:

@@ -7,7 +7,7 @@ from fastapi import APIRouter, HTTPException
 from starlette.responses import Response
 
 from app.chat_template import render_prompt
-from app.generation import encode
+from app.prompts import encode
 from app.schemas import DetokenizeRequest, DetokenizeResponse, TokenizeRequest, TokenizeResponse
 from app.service import Service, ServiceOf
 from app.tools import definitions
@@ -98,6 +98,7 @@ def _tokens(service: Service, body: TokenizeRequest) -> Sequence[int]:
         body.messages,
         tools=definitions(body.tools or ()),
         add_generation_prompt=body.add_generation_prompt is not False,
+        variables=body.chat_template_kwargs,
     )
     return encode(service.engine, text, add_special_tokens=bool(adds_special), param="messages").token_ids
 

@@ -5,13 +5,15 @@ A `Run` ends its sequences when it is left, whatever the way out.
 
 import logging
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, Self
 
 from app.access import note
 from app.drafts import DraftTally
 from app.engine_loop import EngineLoop, Stream
 from app.errors import SERVER_ERROR, ApiError
-from app.generation import Job, Prompt
+from app.generation import Job
+from app.prompts import Prompt
 from app.schemas import FinishReason, PromptTokensDetails, Usage
 from core import FinishReason as EngineFinishReason
 from core import RequestOutput
@@ -141,16 +143,12 @@ def make_usage(prompts: Sequence[Prompt], *, num_generated: int = 0, num_cached:
 
 def merge(parts: Sequence[RequestOutput]) -> RequestOutput:
     """Successive deltas of one sequence as one."""
-    last = parts[-1]
-    return RequestOutput(
-        request_id=last.request_id,
+    return replace(
+        parts[-1],
         text="".join(part.text for part in parts),
         tokens=tuple(token for part in parts for token in part.tokens),
-        num_prompt_tokens=last.num_prompt_tokens,
-        num_cached_tokens=last.num_cached_tokens,
-        num_generated_tokens=last.num_generated_tokens,
-        finish_reason=last.finish_reason,
-        stop_reason=last.stop_reason,
+        drafts=None,
+        prompt_logprobs=parts[0].prompt_logprobs,
     )
 
 

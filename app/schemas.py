@@ -29,7 +29,6 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "use_beam_search": (False,),
     "length_penalty": (1, 1.0),
     "prompt_embeds": (),
-    "prompt_logprobs": (),
     # chat
     "echo": (False,),
     "best_of": (1,),
@@ -40,7 +39,6 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "modalities": (["text"],),
     "web_search_options": (),
     "chat_template": (),
-    "chat_template_kwargs": ({},),
     "documents": ([],),
     "mm_processor_kwargs": ({},),
     # both
@@ -50,11 +48,6 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "guided_choice": (),
     "guided_grammar": (),
     "guided_decoding_backend": (),
-    "bad_words": ([],),
-    "allowed_token_ids": (),
-    "truncate_prompt_tokens": (),
-    "return_tokens_as_token_ids": (False,),
-    "skip_special_tokens": (True,),
     "spaces_between_special_tokens": (True,),
     "logits_processors": ([],),
     "priority": (0,),
@@ -148,7 +141,13 @@ class GenerationRequest(StrictModel):
     ignore_eos: bool | None = None
     stop_token_ids: list[int] | None = None
     include_stop_str_in_output: bool | None = None
+    allowed_token_ids: list[int] | None = None
+    bad_words: list[str] | None = None
+    skip_special_tokens: bool | None = None
+    truncate_prompt_tokens: Annotated[int, Field(ge=-1)] | None = None
+    prompt_logprobs: Annotated[int, Field(ge=0)] | None = None
     return_token_ids: bool | None = None
+    return_tokens_as_token_ids: bool | None = None
     request_id: str | None = None
     cache_salt: Annotated[str, Field(min_length=1, max_length=256)] | None = None
     # ours
@@ -175,7 +174,7 @@ PromptShape = Annotated[
 class CompletionRequest(GenerationRequest):
     # Told apart by hand: a union would try a list of 4,096 ids as a list of texts first, and report 4,096 errors.
     prompt: PromptShape = None
-    best_of: Annotated[int, Field(ge=1, le=MAX_BEST_OF)] | None = None
+    best_of: Annotated[int, Field(ge=0, le=MAX_BEST_OF)] | None = None
     echo: bool | None = None
     logprobs: Annotated[int, Field(ge=0)] | None = None
     add_special_tokens: bool | None = None
@@ -240,6 +239,7 @@ class ChatRequest(GenerationRequest):
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     add_special_tokens: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
 
 
 class TokenizeRequest(StrictModel):
@@ -249,6 +249,7 @@ class TokenizeRequest(StrictModel):
     tools: Tools | None = None
     add_special_tokens: bool | None = None
     add_generation_prompt: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
     return_token_strs: bool | None = None
 
 
@@ -306,17 +307,36 @@ class CompletionLogprobs(BaseModel):
     text_offset: list[int]
 
 
+class PromptLogprob(BaseModel):
+    """vLLM's entry for one token at one place of the prompt; `rank` is 1 for the most likely."""
+
+    logprob: float
+    rank: int
+    decoded_token: str
+
+
+# For each token of the prompt its own entry and the most likely ones', by token id; null for the first.
+PromptLogprobs = list[dict[str, PromptLogprob] | None]
+
+
 class CompletionChoice(BaseModel):
     index: int
     text: str
     logprobs: CompletionLogprobs | None
     finish_reason: FinishReason | None
     stop_reason: str | int | None
+    prompt_logprobs: PromptLogprobs | None = None
     prompt_token_ids: list[int] | None = None
     token_ids: list[int] | None = None
 
 
-class CompletionResponse(BaseModel):
+class Chunk(BaseModel):
+    """What the events of both endpoints have. `obfuscation`: random padding, where the client asked for it."""
+
+    obfuscation: str | None = None
+
+
+class CompletionResponse(Chunk):
     """A whole completion, or one chunk of a stream: the two have the same shape and the same `object`."""
 
     id: str
@@ -399,6 +419,7 @@ class ChatResponse(BaseModel):
     system_fingerprint: str | None
     choices: list[ChatChoice]
     usage: Usage
+    prompt_logprobs: PromptLogprobs | None = None
     metrics: ResponseMetrics | None = None
     prompt_token_ids: list[int] | None = None
 
@@ -412,7 +433,7 @@ class ChatChunkChoice(BaseModel):
     token_ids: list[int] | None = None
 
 
-class ChatChunk(BaseModel):
+class ChatChunk(Chunk):
     id: str
     object: Literal["chat.completion.chunk"]
     created: int

@@ -9,6 +9,7 @@ then a failure still has a real status code. Later failures are an event with an
 import asyncio
 import json
 import logging
+import secrets
 from collections.abc import AsyncGenerator, Coroutine, Iterator, Mapping
 from contextlib import aclosing, suppress
 from typing import Any, Protocol, TypeVar
@@ -20,7 +21,7 @@ from starlette.types import Receive, Scope, Send
 from app.errors import ClientGone, as_api_error
 from app.faults import faulty
 from app.run import Run
-from app.schemas import StreamOptions
+from app.schemas import Chunk, StreamOptions
 from core import RequestOutput
 
 logger = logging.getLogger(__name__)
@@ -28,7 +29,16 @@ logger = logging.getLogger(__name__)
 DONE = b"data: [DONE]\n\n"
 KEEP_ALIVE = b": keep-alive\n\n"
 T = TypeVar("T")
+OBFUSCATION_BYTES = 64  # padded events are a multiple of this long
 HEADERS = {"cache-control": "no-cache", "x-accel-buffering": "no"}
+
+
+def obscured(chunk: Chunk) -> Chunk:
+    """The chunk with random padding: its event's length, which anyone on the way can see, says little of its text."""
+    chunk.obfuscation = ""
+    num_missing = -len(event(chunk)) % OBFUSCATION_BYTES
+    chunk.obfuscation = secrets.token_hex(OBFUSCATION_BYTES)[:num_missing]
+    return chunk
 
 
 def event(chunk: BaseModel) -> bytes:
@@ -43,7 +53,7 @@ def error_event(error: Exception) -> bytes:
 class ChunkWriter(Protocol):
     """Writes one endpoint's chunks."""
 
-    def deltas(self, index: int, output: RequestOutput, extra: Mapping[str, Any]) -> Iterator[BaseModel]:
+    def deltas(self, index: int, output: RequestOutput, extra: Mapping[str, Any]) -> Iterator[Chunk]:
         """What an output adds to its choice, `extra` fields on each chunk; nothing while all of it is held back."""
 
     def totals_chunk(self, totals: Mapping[str, Any]) -> BaseModel:
@@ -58,6 +68,8 @@ async def chunk_events(run: Run, writer: ChunkWriter, options: StreamOptions) ->
             if options.continuous_usage_stats:
                 extra = {"usage": run.usage()}
             chunks = [chunk for index, output in pairs for chunk in writer.deltas(index, output, extra)]
+            if options.include_obfuscation:
+                chunks = [obscured(chunk) for chunk in chunks]
             if chunks:
                 yield b"".join(map(event, chunks))
                 run.mark_shown()

@@ -41,7 +41,7 @@ from core.request import (
 from core.scheduling.scheduler import ContinuousBatchingScheduler, StepReport
 from core.scheduling.static_batching import static_batching_steps
 from core.stats import EngineStats, Histogram
-from core.tokenizer import ByteTokenizer, IncrementalDetokenizer, Tokenizer
+from core.tokenizer import ByteTokenizer, IncrementalDetokenizer, Tokenizer, decode_pieces
 
 __all__ = [
     "EMBEDDED_MODEL",
@@ -78,6 +78,7 @@ __all__ = [
     "Tokenizer",
     "UnknownRequest",
     "blocks_needed",
+    "decode_pieces",
     "kv_cache_blocks_fragmentation",
     "kv_memory",
     "lark_json",

@@ -133,13 +133,14 @@ class Engine:
         self._check_ids("prompt", prompt_token_ids)
         self._check_ids("logit_bias", params.logit_bias)
         self._check_ids("stop_token_ids", params.stop_token_ids)
-        if params.num_logprobs is not None and not 0 <= params.num_logprobs <= self.config.max_logprobs:
-            raise InvalidRequest(
-                f"logprobs is {params.num_logprobs}, allowed is [0, {self.config.max_logprobs}]", "logprobs"
-            )
+        self._check_ids("allowed_token_ids", params.allowed_token_ids or ())
+        self._check_ids("bad_words", (token_id for word in params.bad_words for token_id in word))
+        for name, num in (("logprobs", params.num_logprobs), ("prompt_logprobs", params.num_prompt_logprobs)):
+            if num is not None and not 0 <= num <= self.config.max_logprobs:
+                raise InvalidRequest(f"{name} is {num}, allowed is [0, {self.config.max_logprobs}]", name)
         if params.structured_output is not None:
             self.compile(params.structured_output)
-        room = self._room_behind(len(prompt_token_ids))
+        room = self._room_behind(len(prompt_token_ids), to_come=0 if params.max_tokens == 0 else 1)
         if params.max_tokens is None:
             return replace(params, max_tokens=room, min_tokens=min(params.min_tokens, room))
         if params.max_tokens > room:
@@ -164,14 +165,15 @@ class Engine:
             if not 0 <= token_id < vocab_size:
                 raise InvalidRequest(f"{name} has token id {token_id}, allowed is [0, {vocab_size - 1}]", name)
 
-    def _room_behind(self, num_prompt_tokens: int) -> int:
+    def _room_behind(self, num_prompt_tokens: int, *, to_come: int) -> int:
         room = self.max_model_len - num_prompt_tokens
-        if room < 1:
+        if room < to_come:
             needed = blocks_needed(num_prompt_tokens, self.config.block_size)
             blocks = f" (it needs {needed} KV blocks of {self.config.block_size} tokens, {self.num_kv_blocks} exist)"
             raise ContextLengthExceeded(
                 f"This model's maximum context length is {self.max_model_len} tokens: prompt is too long,"
-                f" {num_prompt_tokens} tokens and at least 1 to come{blocks if needed > self.num_kv_blocks else ''}",
+                f" {num_prompt_tokens} tokens and at least {to_come} to come"
+                f"{blocks if needed > self.num_kv_blocks else ''}",
                 "prompt",
             )
         return room
@@ -212,7 +214,7 @@ class Engine:
             choice=choice,
             seed=params.seed if params.seed is not None else int(self._seeds.integers(2**63)),
             eos_token_ids=self.tokenizer.eos_token_ids,
-            decoder=IncrementalDetokenizer(script or self.tokenizer),
+            decoder=IncrementalDetokenizer(script or self.tokenizer, shows_special=not params.skip_special_tokens),
             script=script,
             constraint=None if wanted is None else self._grammars.compile(wanted).constraint(),
             cache_salt=encode_salt(salt),

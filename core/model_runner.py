@@ -26,6 +26,7 @@ from core.request import Request, TokenLogprobs
 from core.step import ModelRunnerOutput, SampledTokens, ScheduledRequest, SchedulerOutput
 
 Floats = NDArray[np.float32]
+SCORED_ROWS = 64  # of a prompt, whose logits are held at a time
 
 
 class ModelRunner:
@@ -63,7 +64,7 @@ class ModelRunner:
         proposal = self._proposer.propose(plan) if self._proposer else Proposal()
         yielding = [s for s in plan.scheduled if s.yields_token]
         drafts = [proposal.drafts.get(s.request_id, Draft()) for s in yielding]
-        rows = self._run_target(plan, proposal)
+        rows, prompt_logprobs = self._run_target(plan, proposal)
         new_tokens = _accept(yielding, drafts, rows, self._verify)
         sampled = {
             s.request_id: SampledTokens(
@@ -73,7 +74,7 @@ class ModelRunner:
         }
         for scheduled, logits in zip(yielding, rows, strict=True):
             sampled |= {sibling.request_id: _sample(sibling, logits) for sibling in scheduled.request.siblings}
-        return ModelRunnerOutput(sampled, proposal.draft_computed, tier_seconds)
+        return ModelRunnerOutput(sampled, proposal.draft_computed, tier_seconds, prompt_logprobs)
 
     def _move_blocks(self, plan: SchedulerOutput) -> float:
         """What must happen to memory first, in the plan's order; returns the seconds that the second tier took."""
@@ -88,8 +89,13 @@ class ModelRunner:
             cache.load(plan.tier_loads)
         return stored_s - started_s + self._clock() - copied_s
 
-    def _run_target(self, plan: SchedulerOutput, proposal: Proposal) -> list[Floats]:
-        """(K+1, V) logits for each request that yields: behind its last token and behind each of its drafts."""
+    def _run_target(
+        self, plan: SchedulerOutput, proposal: Proposal
+    ) -> tuple[list[Floats], dict[str, list[TokenLogprobs]]]:
+        """(K+1, V) logits for each request that yields: behind its last token and behind each of its drafts.
+
+        And the log-probabilities of those prompt tokens that are to be scored.
+        """
         runs, num_wanted = [], []
         for s in plan.scheduled:
             draft = proposal.drafts.get(s.request_id, Draft()).token_ids
@@ -98,11 +104,42 @@ class ModelRunner:
         batch = flat_batch(runs, self._cache.block_size)
         ends = [span.row + span.num_tokens for span in batch.spans]
         wanted = [np.arange(end - num, end) for end, num in zip(ends, num_wanted, strict=True)]
-        logits_RV = self._model.forward(batch, self._cache, np.concatenate(wanted))
+        scored = [
+            span.row + np.array(s.scored_positions, np.int64) - 1 - s.start
+            for s, span in zip(plan.scheduled, batch.spans, strict=True)
+        ]
+        hidden_RD = self._model.hidden_states(batch, self._cache, np.concatenate([*wanted, *scored]))
+        starts = np.cumsum([0, *num_wanted])
+        logits_RV = self._logits(hidden_RD[: starts[-1]])
+        rows = [logits_RV[a : a + num] for a, num in zip(starts[:-1], num_wanted, strict=True) if num]
+        return rows, self._score(plan.scheduled, hidden_RD[starts[-1] :])
+
+    def _score(self, scheduled: Sequence[ScheduledRequest], hidden_RD: Floats) -> dict[str, list[TokenLogprobs]]:
+        """Log-probabilities at the scored positions of all, whose rows before them lie one after another."""
+        found: dict[str, list[TokenLogprobs]] = {}
+        for s in scheduled:
+            own_RD, hidden_RD = np.split(hidden_RD, [len(s.scored_positions)])
+            num_top = s.request.params.num_prompt_logprobs
+            if num_top is not None and len(own_RD):
+                found[s.request_id] = self._score_one(
+                    own_RD, [s.request.token_ids[t] for t in s.scored_positions], num_top
+                )
+        return found
+
+    def _score_one(self, hidden_RD: Floats, token_ids: Sequence[int], num_top: int) -> list[TokenLogprobs]:
+        """A few rows at a time, for a prompt's logits would take more memory than its keys and values."""
+        found = []
+        for i in range(0, len(token_ids), SCORED_ROWS):
+            logits_RV = self._logits(hidden_RD[i : i + SCORED_ROWS])
+            chunk = zip(logits_RV, token_ids[i : i + SCORED_ROWS], strict=True)
+            found += [token_logprobs(logits_V, token_id, num_top) for logits_V, token_id in chunk]
+        return found
+
+    def _logits(self, hidden_RD: Floats) -> Floats:
+        logits_RV = self._model.logits(hidden_RD)
         if not np.isfinite(logits_RV.max(axis=1, initial=0.0)).all():
             raise NumericalFault("logits are not finite")
-        starts = np.cumsum([0, *num_wanted])
-        return [logits_RV[a : a + num] for a, num in zip(starts[:-1], num_wanted, strict=True) if num]
+        return logits_RV
 
 
 def _accept(

@@ -16,6 +16,7 @@ from core.errors import InvalidRequest
 
 MAX_STOP_STRINGS = 4
 MAX_STOP_TOKEN_IDS = 1024
+MAX_BAD_WORDS = 1024
 INT64_MIN, INT64_MAX = -(2**63), 2**63 - 1
 
 
@@ -80,8 +81,10 @@ class Constraint(Protocol):
 class SamplingParams:
     """How a request's tokens are drawn and when they end. Checked on construction (InvalidRequest).
 
-    Fields mean what vLLM's mean. `max_tokens` None: up to the context's end. `top_k` 0 or -1: off. `seed`: int64 or
-    None. `num_logprobs`: how many alternatives are reported with each token, None for no logprobs at all.
+    Fields mean what vLLM's mean. `max_tokens` None: up to the context's end; 0: the prompt is computed and nothing is
+    drawn. `top_k` 0 or -1: off. `seed`: int64 or None. `num_logprobs`: how many alternatives are reported with each
+    token, None for no logprobs at all; `num_prompt_logprobs` the same for the prompt's. `allowed_token_ids` None: all.
+    `bad_words`: runs of tokens that the output never has. `skip_special_tokens` False: they show in the text, by name.
     `speculative_tokens`: most draft tokens a step, None for the engine's own choice. `structured_output`: the grammar
     that the output keeps to; it ends (with STOP) where nothing can follow, even before `min_tokens`.
     """
@@ -96,12 +99,16 @@ class SamplingParams:
     frequency_penalty: float = 0.0
     repetition_penalty: float = 1.0
     logit_bias: Mapping[int, float] = field(default_factory=dict)
+    allowed_token_ids: tuple[int, ...] | None = None
+    bad_words: tuple[tuple[int, ...], ...] = ()
     seed: int | None = None
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
     include_stop_str_in_output: bool = False
     ignore_eos: bool = False
+    skip_special_tokens: bool = True
     num_logprobs: int | None = None
+    num_prompt_logprobs: int | None = None
     speculative_tokens: int | None = None
     structured_output: StructuredOutput | None = None
 
@@ -115,7 +122,7 @@ class SamplingParams:
         _in_range("top_k", self.top_k, -1, INT64_MAX)
         _in_range("min_tokens", self.min_tokens, 0, INT64_MAX)
         if self.max_tokens is not None:
-            _in_range("max_tokens", self.max_tokens, 1, INT64_MAX)
+            _in_range("max_tokens", self.max_tokens, 0, INT64_MAX)
             if self.min_tokens > self.max_tokens:
                 raise InvalidRequest(
                     f"min_tokens {self.min_tokens} is more than max_tokens {self.max_tokens}", "min_tokens"
@@ -132,6 +139,12 @@ class SamplingParams:
             )
         if "" in self.stop:
             raise InvalidRequest("stop has an empty string", "stop")
+        if self.allowed_token_ids == ():
+            raise InvalidRequest("allowed_token_ids is an empty list, at least 1 id is needed", "allowed_token_ids")
+        if len(self.bad_words) > MAX_BAD_WORDS:
+            raise InvalidRequest(f"bad_words has {len(self.bad_words)} words, limit is {MAX_BAD_WORDS}", "bad_words")
+        if () in self.bad_words:
+            raise InvalidRequest("bad_words has a word without tokens", "bad_words")
 
     @property
     def is_greedy(self) -> bool:
@@ -148,12 +161,14 @@ def _in_range(name: str, value: float, low: float, high: float, *, low_open: boo
 class TokenLogprobs:
     """Log-probabilities at one position, of the raw law (before penalties, temperature and masks).
 
-    `logprob` is the chosen token's; `top` lists (token id, logprob), most likely first. All finite (floor -9999).
-    `own_bytes`: what ids stand for that the vocabulary does not have, those of a script.
+    `logprob` is the chosen token's, and `rank` its place among all, 1 for the most likely; `top` lists (token id,
+    logprob), most likely first. All finite (floor -9999). `own_bytes`: what ids stand for that the vocabulary does not
+    have, those of a script.
     """
 
     logprob: float
     top: tuple[tuple[int, float], ...] = ()
+    rank: int = 1
     own_bytes: Mapping[int, bytes] = field(default_factory=dict)
 
 
@@ -196,7 +211,8 @@ class RequestOutput:
 
     `text` is what may be shown now; it lags behind `num_generated_tokens` while a stop string or a character may
     still complete. `tokens` are exactly those whose text this delta brings to an end.
-    `drafts`: what became of this step's drafts, None if there were none.
+    `drafts`: what became of this step's drafts, None if there were none. `prompt_logprobs` come with the first delta if
+    they were asked for: those of the second prompt token and of all behind it.
     """
 
     request_id: str
@@ -209,6 +225,7 @@ class RequestOutput:
     stop_reason: str | int | None = None
     error: str | None = None
     drafts: DraftOutcome | None = None
+    prompt_logprobs: tuple[TokenLogprobs, ...] | None = None
 
     @property
     def is_finished(self) -> bool:
@@ -332,6 +349,7 @@ class Request:
         self.is_unshareable = False  # it builds on KV from before a reset of the prefix cache
         self.num_cached_tokens = 0
         self.num_host_cached_tokens = 0  # of those, tokens found in the second tier
+        self.prompt_logprobs: list[TokenLogprobs] = []  # of its second token and on, as far as they were asked for
         self._hashes: BlockHashes | None = None
         self.num_preemptions = 0
         self.finish_reason: FinishReason | None = None
@@ -358,6 +376,17 @@ class Request:
     @property
     def is_finished(self) -> bool:
         return self.finish_reason is not None
+
+    @property
+    def num_unneeded_rows(self) -> int:
+        """Leading tokens of which nothing but their KV is needed, so that it may come from a cache.
+
+        The last token's row says the next token; the prompt's say its log-probabilities, if those are wanted.
+        """
+        num_recorded = len(self.prompt_logprobs)
+        if self.params.num_prompt_logprobs is not None and num_recorded < self.num_prompt_tokens - 1:
+            return num_recorded
+        return self.num_tokens - 1
 
     @property
     def num_drafts_wanted(self) -> int:
@@ -388,6 +417,7 @@ class Request:
         self.is_unshareable = other.is_unshareable
         self.num_cached_tokens = other.num_cached_tokens
         self.num_host_cached_tokens = other.num_host_cached_tokens
+        self.prompt_logprobs = list(other.prompt_logprobs)
 
     def finish(self, reason: FinishReason, stop_reason: str | int | None = None) -> None:
         """End it; the first reason given stands."""

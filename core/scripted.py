@@ -12,7 +12,7 @@ from itertools import accumulate, chain
 
 from core.errors import InvalidRequest
 from core.request import Request, ScriptedToken, ScriptEntry, ScriptPiece, TokenLogprobs
-from core.step import Execute, ModelRunnerOutput, SampledTokens, ScheduledRequest, SchedulerOutput
+from core.step import Execute, ModelRunnerOutput, SampledTokens, ScheduledRequest, SchedulerOutput, certain_prompts
 from core.tokenizer import Tokenizer
 
 
@@ -62,7 +62,8 @@ class RequestScript:
         found = self._logprobs[num_output_tokens]
         top = found.top[:num_top]
         ids = (self._token_ids[num_output_tokens], *(token_id for token_id, _ in top))
-        return TokenLogprobs(found.logprob, top, {i: self._own_bytes[i] for i in ids if i in self._own_bytes})
+        own_bytes = {i: self._own_bytes[i] for i in ids if i in self._own_bytes}
+        return TokenLogprobs(found.logprob, top, own_bytes=own_bytes)
 
     @property
     def strips_leading_space(self) -> bool:
@@ -71,6 +72,11 @@ class RequestScript:
     def token_bytes(self, token_id: int) -> bytes:
         """Bytes of a token, its own ones included."""
         return self._own_bytes.get(token_id) or self._tokenizer.token_bytes(token_id)
+
+    def token_text(self, token_id: int) -> str:
+        """A token for display; its own ones are their text."""
+        own = self._own_bytes.get(token_id)
+        return self._tokenizer.token_text(token_id) if own is None else own.decode("utf-8", "replace")
 
 
 def _as_group(entry: ScriptEntry) -> tuple[ScriptPiece, ...]:
@@ -100,7 +106,12 @@ class ScriptedRunner:
             r.request_id: _say(s, r) for s in plan.scheduled for r in s.yielding_requests if r.script is not None
         }
         result = self._inner(replace(plan, scheduled=others))
-        return replace(result, sampled={**sampled, **result.sampled})
+        prompts = certain_prompts(s for s in plan.scheduled if s.request.script is not None)
+        return replace(
+            result,
+            sampled={**sampled, **result.sampled},
+            prompt_logprobs={**prompts, **result.prompt_logprobs},
+        )
 
 
 def _say(scheduled: ScheduledRequest, request: Request) -> SampledTokens:

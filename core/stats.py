@@ -173,7 +173,7 @@ class StatsGatherer:
                 times.first_scheduled = started_s
                 self._queries += request.num_prompt_tokens if self._has_prefix_cache else 0
                 self._hits += request.num_cached_tokens
-            for sibling in scheduled.yielding_requests[1:]:
+            for sibling in scheduled.born_siblings:
                 self._times[sibling.request_id] = _Times(times.first_scheduled, is_born=True)
 
     def on_output(self, request: Request, output: RequestOutput, now_s: float) -> None:
@@ -188,14 +188,18 @@ class StatsGatherer:
             times.last_token = now_s
             times.num_generated = output.num_generated_tokens
             self._num_generation_tokens += num_new
+        elif output.finish_reason is FinishReason.LENGTH and not request.num_output_tokens and not times.is_born:
+            self._count_prompt(request)  # it wanted no tokens, so none will count it
         if output.finish_reason is not None:
             self.on_finish(request, now_s)
 
     def _on_first_token(self, request: Request, times: _Times, now_s: float) -> None:
         times.first_token = now_s
         self._histograms["time_to_first_token_seconds"].observe(now_s - request.arrival_s)
-        if times.is_born:
-            return
+        if not times.is_born:
+            self._count_prompt(request)
+
+    def _count_prompt(self, request: Request) -> None:
         self._num_prompt_tokens += request.num_prompt_tokens
         self._sources["local_cache_hit"] += request.num_cached_tokens
         self._cached["device"] += request.num_cached_tokens - request.num_host_cached_tokens
@@ -217,16 +221,17 @@ class StatsGatherer:
 
     def _observe_finished(self, request: Request, times: _Times, now_s: float) -> None:
         assert times.first_scheduled is not None
-        assert times.first_token is not None
-        assert times.last_token is not None
         num_output = request.num_output_tokens
-        decode_s = times.last_token - times.first_token
+        # Without a token the prompt's end is the end.
+        prefilled_s = now_s if times.first_token is None else times.first_token
+        decoded_s = now_s if times.last_token is None else times.last_token
+        decode_s = decoded_s - prefilled_s
         observed = {
             "e2e_request_latency_seconds": now_s - request.arrival_s,
             "request_queue_time_seconds": times.first_scheduled - request.arrival_s,
-            "request_prefill_time_seconds": times.first_token - times.first_scheduled,
+            "request_prefill_time_seconds": prefilled_s - times.first_scheduled,
             "request_decode_time_seconds": decode_s,
-            "request_inference_time_seconds": times.last_token - times.first_scheduled,
+            "request_inference_time_seconds": decoded_s - times.first_scheduled,
             "request_prompt_tokens": request.num_prompt_tokens,
             "request_generation_tokens": num_output,
             "request_max_num_generation_tokens": num_output,

@@ -4,7 +4,7 @@
 draft slots, blocks, copies) stands in the plan, so a run can be replayed from its plans.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from core.request import DraftOutcome, Request, TokenLogprobs
@@ -35,14 +35,36 @@ class ScheduledRequest:
         return self.start + self.num_tokens
 
     @property
-    def yields_token(self) -> bool:
+    def catches_up(self) -> bool:
         """True if all its known tokens are computed after this step, so that the last row's logits say the next."""
         return self.end == self.request.num_tokens
 
     @property
+    def born_siblings(self) -> tuple[Request, ...]:
+        """Further samples of its prompt that go their own ways from this step on."""
+        return tuple(self.request.siblings) if self.catches_up else ()
+
+    @property
+    def yields_token(self) -> bool:
+        """True if the step ends with a token for it: it catches up, and may have one."""
+        return self.catches_up and self.request.max_tokens > 0
+
+    @property
     def yielding_requests(self) -> tuple[Request, ...]:
         """Who gets a token from this step: nobody, or the request with those siblings that are born by it."""
-        return (self.request, *self.request.siblings) if self.yields_token else ()
+        return (self.request, *self.born_siblings) if self.yields_token else ()
+
+    @property
+    def scored_positions(self) -> range:
+        """Prompt tokens whose log-probabilities this step is to give: the row at t - 1 gives those of the token at t.
+
+        What is recorded is not given again when the request catches up once more.
+        """
+        request = self.request
+        if request.params.num_prompt_logprobs is None:
+            return range(0)
+        first_row = max(self.start, len(request.prompt_logprobs))
+        return range(first_row + 1, min(self.end + 1, request.num_prompt_tokens))
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,17 +127,26 @@ class SampledTokens:
 class ModelRunnerOutput:
     """By request id: new tokens of those that yield one, and how many tokens the draft model has KV of, if it ran.
 
-    `tier_seconds`: what stores and loads of the second tier took.
+    `tier_seconds`: what stores and loads of the second tier took. `prompt_logprobs`: one for each scored position.
     """
 
     sampled: Mapping[str, SampledTokens] = field(default_factory=dict)
     draft_computed: Mapping[str, int] = field(default_factory=dict)
     tier_seconds: float = 0.0
+    prompt_logprobs: Mapping[str, Sequence[TokenLogprobs]] = field(default_factory=dict)
 
 
 Execute = Callable[[SchedulerOutput], ModelRunnerOutput]
 
 
 def count_only(plan: SchedulerOutput) -> ModelRunnerOutput:
-    """An `execute` that computes nothing: every request that yields gets one token, id 0."""
-    return ModelRunnerOutput({r.request_id: SampledTokens((0,)) for s in plan.scheduled for r in s.yielding_requests})
+    """An `execute` that computes nothing: every request that yields gets one token, id 0, whatever it is certain."""
+    return ModelRunnerOutput(
+        {r.request_id: SampledTokens((0,)) for s in plan.scheduled for r in s.yielding_requests},
+        prompt_logprobs=certain_prompts(plan.scheduled),
+    )
+
+
+def certain_prompts(scheduled: Iterable[ScheduledRequest]) -> dict[str, list[TokenLogprobs]]:
+    """Log-probabilities of prompts that no model looks at: every token is certain."""
+    return {s.request_id: [TokenLogprobs(0.0)] * len(s.scored_positions) for s in scheduled if s.scored_positions}

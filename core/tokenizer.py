@@ -25,6 +25,8 @@ class TokenSource(Protocol):
 
     def token_bytes(self, token_id: int) -> bytes: ...
 
+    def token_text(self, token_id: int) -> str: ...
+
 
 class Tokenizer(Protocol):
     """What the engine and the service ask of a tokenizer.
@@ -70,16 +72,20 @@ class IncrementalDetokenizer:
         tokenizer: says each token's bytes.
         at_start: the tokens begin a text (a prompt), rather than go on with one. Matters where
             `strips_leading_space`: a generated " Paris" keeps its space, a prompt's first word has none.
+        shows_special: special tokens are text, too, by their names.
     """
 
-    def __init__(self, tokenizer: TokenSource, *, at_start: bool = False) -> None:
+    def __init__(self, tokenizer: TokenSource, *, at_start: bool = False, shows_special: bool = False) -> None:
         self._tokenizer = tokenizer
+        self._shows_special = shows_special
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self._strips_space = at_start and tokenizer.strips_leading_space
 
     def decode(self, token_id: int) -> str:
         """Text that this token completes; '' while a character is still open."""
         data = self._tokenizer.token_bytes(token_id)
+        if not data and self._shows_special:
+            data = self._tokenizer.token_text(token_id).encode()
         if self._strips_space and data:
             data = data.removeprefix(b" ")
             self._strips_space = False
@@ -97,10 +103,18 @@ class IncrementalDetokenizer:
         return bool(self._decoder.getstate()[0])
 
 
+def decode_pieces(tokenizer: Tokenizer, token_ids: Iterable[int], *, shows_special: bool = False) -> list[str]:
+    """Text that each token of a whole sequence completes; the last has what is left of an open character."""
+    detokenizer = IncrementalDetokenizer(tokenizer, at_start=True, shows_special=shows_special)
+    pieces = [detokenizer.decode(token_id) for token_id in token_ids]
+    if rest := detokenizer.flush():
+        pieces[-1] += rest
+    return pieces
+
+
 def decode_whole(tokenizer: Tokenizer, token_ids: Iterable[int]) -> str:
     """Text of a whole sequence by the incremental detokenizer."""
-    detokenizer = IncrementalDetokenizer(tokenizer, at_start=True)
-    return "".join([detokenizer.decode(token_id) for token_id in token_ids]) + detokenizer.flush()
+    return "".join(decode_pieces(tokenizer, token_ids))
 
 
 def text_bytes(text: str) -> bytes:

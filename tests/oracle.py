@@ -101,6 +101,10 @@ def sampling_law(
         logits[token] += params.logit_bias.get(token, 0.0)
         if len(output) < params.min_tokens and token in (*eos_token_ids, *params.stop_token_ids):
             logits[token] = -np.inf
+        if params.allowed_token_ids is not None and token not in params.allowed_token_ids:
+            logits[token] = -np.inf
+        if any([*output, token][-len(word) :] == list(word) for word in params.bad_words):
+            logits[token] = -np.inf
     ranked = sorted(range(len(logits)), key=lambda token: (-logits[token], token))
     if params.temperature == 0:
         return np.asarray(np.eye(len(logits))[ranked[0]])

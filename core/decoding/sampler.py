@@ -1,9 +1,9 @@
 """From logits to a law, and from a law to a token.
 
-The order of processing: penalties, bias, the grammar's mask, end-of-sequence mask (min_tokens), temperature, then
-top_k, top_p and min_p, each on what the one before has left. Log-probabilities are of the raw law, before all of it.
-Everything here is a function of one row of logits, the request's parameters and its tokens so far; it looks at no
-other row.
+The order of processing: penalties, bias, masks (allowed tokens, bad words, the grammar, no end before min_tokens),
+temperature, then top_k, top_p and min_p, each on what the one before has left. Log-probabilities are of the raw law,
+before all of it. Everything here is a function of one row of logits, the request's parameters and its tokens so far; it
+looks at no other row.
 """
 
 from collections.abc import Sequence
@@ -40,17 +40,36 @@ def process_logits(logits_V: Floats, request: Request, extra: Sequence[int] = ()
     if params.logit_bias:
         logits_V = logits_V.copy()
         logits_V[list(params.logit_bias)] += np.fromiter(params.logit_bias.values(), np.float32)
+    logits_V = _forbid(logits_V, request, extra)
     if request.constraint is not None:
         logits_V = _constrain(logits_V, request.constraint, [*request.output_token_ids, *extra])
     logits_V = _put_off_ends(logits_V, request, request.num_output_tokens + len(extra))
     if not np.isfinite(logits_V.max()):
-        raise NumericalFault("bias, penalties and min_tokens leave no token that may come next")
+        raise NumericalFault("bias, penalties, masks and min_tokens leave no token that may come next")
     if params.is_greedy:
         return logits_V
     with np.errstate(over="ignore"):
         # Largest first, so that a tiny temperature overflows to -inf and never to inf - inf.
         scaled_V = np.asarray((logits_V.astype(np.float64) - logits_V.max()) / params.temperature, np.float64)
     return _keep_most_likely(scaled_V, params)
+
+
+def _forbid(logits_V: Floats, request: Request, extra: Sequence[int]) -> Floats:
+    """-inf at what is not among the allowed tokens, and at what would complete a bad word."""
+    allowed, bad_words = request.params.allowed_token_ids, request.params.bad_words
+    if allowed is None and not bad_words:
+        return logits_V
+    forbidden = _ends_of_words(bad_words, [*request.output_token_ids, *extra])
+    if allowed is not None:
+        forbidden = [*np.delete(np.arange(len(logits_V)), allowed), *forbidden]
+    others_V = logits_V.copy()
+    others_V[forbidden] = -np.inf
+    return others_V
+
+
+def _ends_of_words(words: Sequence[Sequence[int]], output: Sequence[int]) -> list[int]:
+    """Tokens that would complete one of the words behind this output."""
+    return [end for *begin, end in words if list(output[len(output) - len(begin) :]) == begin]
 
 
 def _constrain(logits_V: Floats, constraint: Constraint, output: Sequence[int]) -> Floats:
@@ -172,4 +191,5 @@ def token_logprobs(logits_V: Floats, token_id: int, num_top: int) -> TokenLogpro
     log_total = top_logit + np.log(np.exp(logits_V - top_logit).sum())
     top_ids: list[int] = _most_likely(logits_V, num_top).tolist()
     finite = np.maximum(logits_V[[token_id, *top_ids]] - log_total, LOGPROB_FLOOR).tolist()
-    return TokenLogprobs(finite[0], tuple(zip(top_ids, finite[1:], strict=True)))
+    rank = 1 + int((logits_V > logits_V[token_id]).sum())
+    return TokenLogprobs(finite[0], tuple(zip(top_ids, finite[1:], strict=True)), rank)

@@ -95,14 +95,18 @@ class Transformer:
         self._cos, self._sin = np.cos(angles).astype(np.float32), np.sin(angles).astype(np.float32)
 
     def forward(self, batch: FlatBatch, cache: KVCache, logits_rows: Ints) -> Floats:
-        """Compute the batch, leave its keys and values in `cache`, and return logits of some rows.
+        """Compute the batch, leave its keys and values in `cache`, and return (R, V) logits of R rows."""
+        return self.logits(self.hidden_states(batch, cache, logits_rows))
+
+    def hidden_states(self, batch: FlatBatch, cache: KVCache, rows: Ints) -> Floats:
+        """Compute the batch, leave its keys and values in `cache`, and return what the last layer says of some rows.
 
         Args:
             batch: T tokens; those that earlier positions of the same spans need are in the cache already.
-            logits_rows: (R,) rows of the batch whose logits are wanted.
+            rows: (R,) rows of the batch that are wanted.
 
         Returns:
-            (R, V) float32.
+            (R, D) float32, normalised.
         """
         num_rows = len(batch.token_ids_T)
         plan = AttentionPlan(batch.spans, num_rows, cache.block_size)
@@ -113,10 +117,14 @@ class Transformer:
             normed_TD = self._normalise(stream_TD, layer.attention_norm_D)
             stream_TD += self._attention(index, layer, normed_TD, rotation, batch.slots_T, plan, cache)
             stream_TD += _swiglu(layer, self._normalise(stream_TD, layer.mlp_norm_D), self.config.intermediate_size)
-        if len(logits_rows) == 0:
+        return self._normalise(stream_TD[rows], self._norm_D)
+
+    def logits(self, hidden_RD: Floats) -> Floats:
+        """(R, V) float32 logits of so many rows of hidden states; each row's bits are its own here, too."""
+        if len(hidden_RD) == 0:
             return np.empty((0, self.config.vocab_size), np.float32)
-        final_RD = self._normalise(pad_rows(stream_TD[logits_rows]), self._norm_D)
-        return self._head(final_RD)[: len(logits_rows), : self.config.vocab_size]
+        padded_RD = np.asarray(pad_rows(hidden_RD), np.float32)
+        return self._head(padded_RD)[: len(hidden_RD), : self.config.vocab_size]
 
     def _normalise(self, x_TD: NDArray[np.generic], weight_D: Floats) -> Floats:
         """Root-mean-square norm over the last axis."""

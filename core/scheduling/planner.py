@@ -263,10 +263,11 @@ class StepPlanner:
     # Prefixes
 
     def _could_hit(self, request: Request, num_tokens: int) -> list[bytes]:
-        """Hashes of the leading full blocks among so many tokens. The last token is never hit: it gives the logits."""
+        """Hashes of the leading full blocks among so many tokens that are needed for nothing but their KV."""
         if not self._shares_prefixes and self._tier is None:
             return []
-        return request.block_hashes(self._manager.block_size, (num_tokens - 1) // self._manager.block_size)
+        size = self._manager.block_size
+        return request.block_hashes(size, min(num_tokens - 1, request.num_unneeded_rows) // size)
 
     def _hits(self, request: Request) -> tuple[list[bytes], list[TierEntry]]:
         """Its leading blocks that the pool holds, and those behind them that the second tier holds."""

@@ -12,6 +12,7 @@ Iteration-level scheduling: Yu et al. 2022 (Orca, OSDI). Catching up: vLLM's V1 
 """
 
 import logging
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from core.errors import InvalidRequest, InvariantViolation, UnknownRequest
@@ -128,7 +129,7 @@ class ContinuousBatchingScheduler:
             raise InvalidRequest(f"n is {family_size(request)}, at most {self.max_batch} run at once", "n")
         manager = self.block_manager
         # The last token is never fed back, so it needs no slot.
-        num_slots = request.num_prompt_tokens + request.max_tokens - 1
+        num_slots = request.num_prompt_tokens + max(0, request.max_tokens - 1)
         needed = blocks_needed(num_slots, manager.block_size)
         if needed > manager.num_blocks:
             raise InvalidRequest(
@@ -249,8 +250,8 @@ class ContinuousBatchingScheduler:
 
     def _advance(self, scheduled: ScheduledRequest, result: ModelRunnerOutput) -> list[Request]:
         """Advance one request; returns it and its siblings, if this step bore them."""
-        request, yielding = scheduled.request, scheduled.yielding_requests
-        born = yielding[1:]
+        request, yielding, born = scheduled.request, scheduled.yielding_requests, scheduled.born_siblings
+        self._record_prompt_logprobs(scheduled, result)
         request.num_computed_tokens = scheduled.end
         if born:
             request.siblings = []
@@ -263,11 +264,25 @@ class ContinuousBatchingScheduler:
             self._append(scheduled, member, result.sampled.get(member.request_id))
         if not yielding and request.request_id in result.sampled:
             raise InvariantViolation(f"{request!r} yields no token, yet the runner returned one")
+        if scheduled.catches_up and not yielding:
+            self._finish_empty([request, *born])
         self._advance_draft(request, result)
         # Rejected drafts give their slots back.
         self.block_manager.truncate(request.request_id, request.num_computed_tokens)
         self._publish(request)
         return [request, *born]
+
+    def _record_prompt_logprobs(self, scheduled: ScheduledRequest, result: ModelRunnerOutput) -> None:
+        found = result.prompt_logprobs.get(scheduled.request_id, ())
+        if len(found) != len(scheduled.scored_positions):
+            raise InvariantViolation(f"{scheduled.request!r} should have {len(scheduled.scored_positions)} scores")
+        scheduled.request.prompt_logprobs.extend(found)
+
+    def _finish_empty(self, requests: Sequence[Request]) -> None:
+        """End those that wanted their prompt computed and not one token."""
+        for request in requests:
+            request.finish(FinishReason.LENGTH)
+            self._outputs.append(self._trackers[request.request_id].take_output())
 
     def _append(self, scheduled: ScheduledRequest, request: Request, sampled: SampledTokens | None) -> None:
         """Give a request its new tokens, one at a time."""

@@ -58,6 +58,7 @@ class StopTracker:
         self._held: list[_HeldToken] = []
         self._ready: list[OutputToken] = []
         self._ready_text = ""
+        self._has_told_prompt = False
 
     def append(self, token_id: int, logprobs: TokenLogprobs | None = None) -> None:
         """Take one token; afterwards `request.is_finished` may be true, and then nothing more may be appended."""
@@ -161,6 +162,13 @@ class StopTracker:
             stop_reason=request.stop_reason,
             error=request.error,
             drafts=drafts,
+            prompt_logprobs=self._take_prompt_logprobs(),
         )
         self._ready, self._ready_text = [], ""
         return output
+
+    def _take_prompt_logprobs(self) -> tuple[TokenLogprobs, ...] | None:
+        """The prompt's log-probabilities for the first output, None for the others and where nobody asked."""
+        is_wanted = self._request.params.num_prompt_logprobs is not None and not self._has_told_prompt
+        self._has_told_prompt = True
+        return tuple(self._request.prompt_logprobs) if is_wanted else None

@@ -132,6 +132,13 @@ async def test_logprobs_list_every_token_with_its_bytes():
         ({"chat_template": "{{ 1 }}"}, "chat_template"),
         ({"echo": True}, "echo"),
         ({"n": 0}, "n"),
+        ({"max_tokens": 0}, "max_tokens"),
+        ({"max_completion_tokens": 0}, "max_completion_tokens"),
+        ({"prompt_logprobs": 1, "stream": True}, "prompt_logprobs"),
+        ({"bad_words": [""]}, "bad_words"),
+        ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs"),
+        ({"chat_template_kwargs": {"eos_token": "x"}}, "chat_template_kwargs"),
+        ({"chat_template_kwargs": []}, "chat_template_kwargs"),
     ],
 )
 async def test_what_cannot_be_done_is_refused_by_name(body: dict[str, Any], param: str):
@@ -147,6 +154,41 @@ async def test_fields_that_ask_for_nothing_special_are_taken():
         response = await server.chat(messages=HELLO, script=["x"], **extra)
 
     assert 200 == response.status_code
+
+
+async def test_the_prompts_logprobs_belong_to_the_answer_not_to_a_choice():
+    async with in_process(chat_template="{{ messages[0].content }}") as server:
+        body = (await server.chat(messages=HELLO, script=["x"], prompt_logprobs=0, n=2)).json()
+
+    assert [None, {"105": {"logprob": 0.0, "rank": 1, "decoded_token": "i"}}] == body["prompt_logprobs"]
+    assert 2 == len(body["choices"])
+
+
+async def test_tokens_go_by_their_ids_where_that_is_asked_for():
+    async with in_process() as server:
+        asked = {"messages": HELLO, "script": ["a"], "logprobs": True, "return_tokens_as_token_ids": True}
+        content = (await server.chat(**asked)).json()["choices"][0]["logprobs"]["content"]
+
+    assert [("token_id:97", [97]), ("token_id:256", [])] == [(t["token"], t["bytes"]) for t in content]
+
+
+async def test_a_template_takes_variables_of_its_own():
+    template = "{{ messages[0].content }}{% if loud %}!{% endif %}"
+    async with in_process(chat_template=template) as server:
+        asked = {"messages": HELLO, "chat_template_kwargs": {"loud": True, "never_heard_of": 1}}
+        loud = (await server.chat(**asked, script=["x"], return_token_ids=True)).json()
+        plain = (await server.chat(messages=HELLO, script=["x"], return_token_ids=True)).json()
+        tokens = (await server.client.post("/tokenize", json=asked)).json()["tokens"]
+
+    assert list(b"Hi!") == loud["prompt_token_ids"] == tokens
+    assert list(b"Hi") == plain["prompt_token_ids"]
+
+
+async def test_of_a_truncated_conversation_the_end_is_kept():
+    async with in_process(chat_template="{{ messages[0].content }}") as server:
+        body = (await server.chat(messages=HELLO, truncate_prompt_tokens=1, script=["x"], return_token_ids=True)).json()
+
+    assert list(b"i") == body["prompt_token_ids"]
 
 
 async def test_a_template_can_be_given_by_flag():

@@ -131,6 +131,128 @@ async def test_echo_without_new_tokens_gives_the_prompts_back(prompts: Any):
     assert (8, 0, 8) == tuple(body["usage"][k] for k in ("prompt_tokens", "completion_tokens", "total_tokens"))
 
 
+@pytest.mark.parametrize("prompts", [["The sky", "i"], [list(b"The sky"), [105]]])
+@pytest.mark.parametrize("logprobs", [None, 2])
+async def test_a_stream_of_echoes_alone_says_the_same(prompts: Any, logprobs: int | None):
+    async with in_process() as server:
+        asked = {"prompt": prompts, "echo": True, "max_tokens": 0, "logprobs": logprobs, "n": 2}
+        whole = (await server.complete(**asked)).json()["choices"]
+        events = chunks(await server.complete(**asked, stream=True))
+
+    assert ["The sky", "The sky", "i", "i"] == [choice["text"] for choice in whole]
+    assert [choice["text"] for choice in whole] == [text_of(events, i) for i in range(4)]
+    for i, choice in enumerate(whole):
+        last = [c for event in events for c in event["choices"] if c["index"] == i][-1]
+        assert ("length", "") == (last["finish_reason"], last["text"])
+        assert choice["logprobs"] == (logprobs and lists_of(events, i))
+
+
+def lists_of(events: list[dict[str, Any]], index: int = 0) -> dict[str, list[Any]]:
+    """The four lists of one choice, put together from its chunks."""
+    parts = [c["logprobs"] for event in events for c in event["choices"] if c["index"] == index]
+    return {name: [value for part in parts for value in part[name]] for name in parts[0]}
+
+
+@pytest.mark.parametrize("max_tokens", [0, 3])
+@pytest.mark.parametrize(
+    ("prompt", "texts"),
+    [
+        ("a€<|end|>b", ["a", "", "", "€", "<|end|>", "b"]),
+        ([97, 226, 130, 172, 256, 98], ["a", "", "", "€", "", "b"]),
+        ([97, 226], ["a", "\ufffd"]),
+    ],
+)
+async def test_echoed_tokens_are_listed_with_their_logprobs_and_join_to_the_text(
+    prompt: Any, texts: list[str], max_tokens: int
+):
+    async with in_process() as server:
+        asked = {"prompt": prompt, "echo": True, "logprobs": 1, "max_tokens": max_tokens, "script": ["x", "yz"]}
+        whole = (await server.complete(**asked)).json()["choices"][0]
+        events = chunks(await server.complete(**asked, stream=True))
+
+    lists = whole["logprobs"]
+    assert [*texts, *(["x", "yz", ""] if max_tokens else [])] == lists["tokens"]
+    assert whole["text"] == "".join(lists["tokens"]) == text_of(events)
+    assert [len("".join(lists["tokens"][:i])) for i in range(len(lists["tokens"]))] == lists["text_offset"]
+    assert [None] + [0.0] * (len(lists["tokens"]) - 1) == lists["token_logprobs"]
+    assert [None] + [{text: 0.0} for text in lists["tokens"][1:]] == lists["top_logprobs"]
+    assert lists == lists_of(events)
+    assert texts == events[0]["choices"][0]["logprobs"]["tokens"]
+
+
+async def test_prompt_logprobs_have_vllms_shape_in_each_choice():
+    async with in_process() as server:
+        body = (await server.complete(prompt=["abc", "d"], n=2, prompt_logprobs=0, max_tokens=1)).json()
+
+    b, c = ({str(i): {"logprob": 0.0, "rank": 1, "decoded_token": chr(i)}} for i in (98, 99))
+    assert [[None, b, c]] * 2 + [[None]] * 2 == [choice["prompt_logprobs"] for choice in body["choices"]]
+    assert [None] * 4 == [choice["logprobs"] for choice in body["choices"]]
+
+
+async def test_tokens_go_by_their_ids_where_that_is_asked_for():
+    async with in_process() as server:
+        asked = {"prompt": "a", "script": ["b", [226, 130], [172]], "logprobs": 1, "echo": True}
+        asked |= {"return_tokens_as_token_ids": True, "max_tokens": 3}
+        lists = (await server.complete(**asked)).json()["choices"][0]["logprobs"]
+
+    assert ["token_id:97", "token_id:98", "token_id:257", "token_id:258"] == lists["tokens"]
+    assert [None, {"token_id:98": 0.0}, {"token_id:257": 0.0}, {"token_id:258": 0.0}] == lists["top_logprobs"]
+    assert [0, 1, 2, 2] == lists["text_offset"]
+
+
+@pytest.mark.parametrize(
+    ("limit", "kept"), [(1, "f"), (3, "def"), (6, "abcdef"), (9, "abcdef"), (-1, "abcdef"), (None, "abcdef")]
+)
+@pytest.mark.parametrize("prompt", ["abcdef", list(b"abcdef")])
+async def test_of_a_truncated_prompt_the_end_is_kept(limit: int | None, kept: str, prompt: Any):
+    async with in_process() as server:
+        asked = {"prompt": prompt, "truncate_prompt_tokens": limit, "echo": True, "max_tokens": 0}
+        body = (await server.complete(**asked, return_token_ids=True)).json()
+
+    assert (kept, len(kept)) == (body["choices"][0]["text"], body["usage"]["prompt_tokens"])
+    assert list(kept.encode()) == body["choices"][0]["prompt_token_ids"]
+
+
+async def test_a_prompt_is_cut_to_the_context_where_that_is_asked_for():
+    async with in_process(max_model_len=8) as server:
+        asked = {"prompt": "abcdefghij", "echo": True, "max_tokens": 0}
+        cut = (await server.complete(**asked, truncate_prompt_tokens=-1)).json()
+
+    assert "cdefghij" == cut["choices"][0]["text"]
+
+
+@pytest.mark.parametrize(("skips", "text"), [(None, "ab"), (True, "ab"), (False, "a<|end|>b")])
+async def test_special_tokens_show_where_that_is_asked_for(skips: bool | None, text: str):
+    async with in_process() as server:
+        asked = {"prompt": "p", "script": ["a", "<|end|>", "b"], "ignore_eos": True, "max_tokens": 3}
+        body = (await server.complete(**asked, skip_special_tokens=skips)).json()
+
+    assert text == body["choices"][0]["text"]
+
+
+async def test_best_of_none_is_no_best_of():
+    async with in_process() as server:
+        body = (await server.complete(prompt="p", best_of=0, n=2, script=["a"], max_tokens=5)).json()
+
+    assert (2, 4) == (len(body["choices"]), body["usage"]["completion_tokens"])
+
+
+@pytest.mark.parametrize("script", [["a"] * 9, ["a", "bc", "d" * 70]])
+async def test_padded_events_are_of_one_length_whatever_they_say(script: list[str]):
+    async with in_process() as server:
+        options = {"include_obfuscation": True, "include_usage": True}
+        asked = {"prompt": "p", "script": script, "stream": True}
+        padded = await server.complete(**asked, stream_options=options)
+        plain = chunks(await server.complete(**asked, stream_options={"include_obfuscation": False}))
+
+    *events, usage = chunks(padded)
+    sent = padded.text.split("\n\n")[: len(events)]
+    assert {0} == {(len(event.encode()) + 2) % 64 for event in sent}
+    assert all("obfuscation" in event for event in events)
+    assert not any("obfuscation" in event for event in [usage, *plain])
+    assert text_of(plain) == text_of(events)
+
+
 async def test_usage_comes_last_when_asked_for_and_is_null_before():
     async with in_process() as server:
         asked = {"prompt": "p", "script": SCRIPT, "n": 2}
@@ -220,11 +342,23 @@ async def refused(server: RunningServer, **body: Any) -> tuple[int, str | None]:
         ({"suffix": "x"}, "suffix"),
         ({"best_of": 2, "n": 3}, "best_of"),
         ({"best_of": 2, "stream": True}, "best_of"),
-        ({"best_of": 0}, "best_of"),
+        ({"best_of": -1}, "best_of"),
+        ({"prompt_logprobs": 1, "stream": True}, "prompt_logprobs"),
+        ({"prompt_logprobs": 21}, "prompt_logprobs"),
+        ({"prompt_logprobs": -1}, "prompt_logprobs"),
+        ({"allowed_token_ids": []}, "allowed_token_ids"),
+        ({"allowed_token_ids": [1, 257]}, "allowed_token_ids"),
+        ({"bad_words": ["a", ""]}, "bad_words"),
+        ({"bad_words": "a"}, "bad_words"),
+        ({"bad_words": ["a"] * 1025}, "bad_words"),
+        ({"truncate_prompt_tokens": 0}, "truncate_prompt_tokens"),
+        ({"truncate_prompt_tokens": -2}, "truncate_prompt_tokens"),
+        ({"truncate_prompt_tokens": 100_000}, "truncate_prompt_tokens"),
+        ({"priority": 1}, "priority"),
+        ({"max_tokens": 0, "stream": True}, "max_tokens"),
+        ({"echo": True, "logprobs": 21}, "logprobs"),
         ({"best_of": 21}, "best_of"),
-        ({"echo": True, "logprobs": 1}, "echo"),
         ({"max_tokens": 0}, "max_tokens"),
-        ({"max_tokens": 0, "echo": True, "stream": True}, "max_tokens"),
         ({"logprobs": 21}, "logprobs"),
         ({"logprobs": -1}, "logprobs"),
         ({"logprobs": True}, "logprobs"),

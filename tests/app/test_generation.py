@@ -7,11 +7,10 @@ import pytest
 from app.generation import (
     Ask,
     build,
-    encode,
-    prompt_items,
     sampling_params,
     stream_options,
 )
+from app.prompts import encode, encode_bad_words, prompt_items
 from app.schemas import CompletionRequest, StreamOptions
 from core import (
     ContextLengthExceeded,
@@ -137,6 +136,16 @@ def test_choices_are_numbered_by_prompt_and_sample_and_ids_are_never_the_same():
 def test_one_bad_prompt_is_named_by_its_number():
     with pytest.raises(InvalidRequest, match="prompt 1: prompt has 0 tokens"):
         build(make_engine(), make_ask(["ok", "", "ok too"]))
+
+
+def test_a_bad_word_is_meant_behind_a_space_too():
+    """Where that is no longer: one token instead of another, not one more."""
+
+    class Words:
+        def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
+            return {"cat": [1], " cat": [2], "dog": [3], " dog": [9, 3], "the": [4], " the": [4]}[text]
+
+    assert ((1,), (2,), (3,), (4,)) == encode_bad_words(Words(), [" cat", "dog", "the"])
 
 
 def test_a_context_overflow_is_said_in_the_words_that_client_libraries_look_for():

@@ -133,7 +133,7 @@ def serve(
     `limits` are more arguments of the scheduler's.
     """
     manager = BlockManager(num_blocks, block_size)
-    served = Served({request.request_id: [] for request in requests})
+    served = Served({member.request_id: [] for request in requests for member in (request, *request.siblings)})
 
     def counted(plan: SchedulerOutput) -> ModelRunnerOutput:
         result = execute(plan)

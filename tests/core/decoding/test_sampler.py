@@ -45,6 +45,9 @@ parameters: dict[str, st.SearchStrategy[Any]] = {
     "logit_bias": st.dictionaries(tokens, st.sampled_from([-100.0, -1.5, 0.25, 3.0, 100.0]), max_size=3),
     "min_tokens": st.integers(0, 6),
     "stop_token_ids": st.lists(tokens, max_size=2).map(tuple),
+    # Never so narrow that, with all of the above, nothing is left.
+    "allowed_token_ids": st.sets(tokens, min_size=V - 2).map(tuple),
+    "bad_words": st.lists(st.lists(tokens, min_size=1, max_size=3).map(tuple), max_size=2).map(tuple),
 }
 
 
