@@ -124,13 +124,17 @@ def _server_lines(server: ServerMetrics) -> str:
     accepted = "absent" if server.num_draft_tokens is None else "nothing drafted"
     if rate is not None:
         accepted = f"{rate:.3f} ({server.num_accepted_tokens:.0f} of {server.num_draft_tokens:.0f} draft tokens)"
+    length = "absent" if server.num_drafts is None else "nothing drafted"
+    if server.acceptance_length is not None:
+        length = f"{server.acceptance_length:.3f} tokens a step ({server.num_drafts:.0f} steps with drafts)"
     blocks = [server.kv_blocks_free_before, server.kv_blocks_free_after, server.kv_blocks]
     before, after, total = ("absent" if value is None else f"{value:.0f}" for value in blocks)
     preemptions = "absent" if server.num_preemptions is None else f"{server.num_preemptions:.0f}"
     return (
-        f"acceptance rate: {accepted}\n"
-        f"free KV blocks:  {before} before, {after} after, of {total}\n"
-        f"preemptions:     {preemptions}"
+        f"acceptance rate:   {accepted}\n"
+        f"acceptance length: {length}\n"
+        f"free KV blocks:    {before} before, {after} after, of {total}\n"
+        f"preemptions:       {preemptions}"
     )
 
 
@@ -165,6 +169,7 @@ def result_json(result: BenchResult, summary: Summary, *, is_detailed: bool = Fa
         "steady_window": _window_json(summary, options),
         "goodput": summary.goodput and asdict(summary.goodput),
         "server": _server_json(summary.server),
+        **_acceptance_json(summary.server),
         "accounting": asdict(summary.accounting),
         "validity": [asdict(check) for check in check_validity(summary)],
         "options": _options_json(options),
@@ -224,7 +229,26 @@ def _window_json(summary: Summary, options: BenchOptions) -> dict[str, Any] | No
 
 
 def _server_json(server: ServerMetrics | None) -> dict[str, Any] | None:
-    return None if server is None else {**asdict(server), "acceptance_rate": server.acceptance_rate}
+    if server is None:
+        return None
+    return {
+        **asdict(server),
+        "acceptance_rate": server.acceptance_rate,
+        "acceptance_length": server.acceptance_length,
+    }
+
+
+def _acceptance_json(server: ServerMetrics | None) -> dict[str, Any]:
+    """vLLM's keys, which are there when something was drafted; its rate is in percent."""
+    if server is None or server.acceptance_rate is None or server.acceptance_length is None:
+        return {}
+    return {
+        "spec_decode_acceptance_rate": 100 * server.acceptance_rate,
+        "spec_decode_acceptance_length": server.acceptance_length,
+        "spec_decode_num_drafts": server.num_drafts,
+        "spec_decode_draft_tokens": server.num_draft_tokens,
+        "spec_decode_accepted_tokens": server.num_accepted_tokens,
+    }
 
 
 def _options_json(options: BenchOptions) -> dict[str, Any]:

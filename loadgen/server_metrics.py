@@ -9,6 +9,7 @@ from dataclasses import dataclass, fields
 import httpx
 from prometheus_client.parser import text_string_to_metric_families
 
+DRAFTS = "vllm:spec_decode_num_drafts_total"
 DRAFT_TOKENS = "vllm:spec_decode_num_draft_tokens_total"
 ACCEPTED_TOKENS = "vllm:spec_decode_num_accepted_tokens_total"
 PREEMPTIONS = "vllm:num_preemptions_total"
@@ -25,6 +26,7 @@ Scrape = dict[str, float]
 class ServerMetrics:
     """None is absent: the server does not export it, or answered no scrape."""
 
+    num_drafts: float | None
     num_draft_tokens: float | None
     num_accepted_tokens: float | None
     num_preemptions: float | None
@@ -38,6 +40,13 @@ class ServerMetrics:
         if not self.num_draft_tokens or self.num_accepted_tokens is None:
             return None
         return self.num_accepted_tokens / self.num_draft_tokens
+
+    @property
+    def acceptance_length(self) -> float | None:
+        """Tokens a step that had drafts, the bonus token among them: 1 + accepted / drafts. None as above."""
+        if not self.num_drafts or self.num_accepted_tokens is None:
+            return None
+        return 1 + self.num_accepted_tokens / self.num_drafts
 
     @property
     def is_absent(self) -> bool:
@@ -64,6 +73,7 @@ async def scrape_server(http: httpx.AsyncClient) -> Scrape:
 
 def compare(before: Scrape, after: Scrape) -> ServerMetrics:
     return ServerMetrics(
+        num_drafts=_increase(DRAFTS, before, after),
         num_draft_tokens=_increase(DRAFT_TOKENS, before, after),
         num_accepted_tokens=_increase(ACCEPTED_TOKENS, before, after),
         num_preemptions=_increase(PREEMPTIONS, before, after),

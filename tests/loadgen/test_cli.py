@@ -50,11 +50,13 @@ def test_a_closed_loop_from_words_to_result(tmp_path):
     assert (12 * 20, 12 * 9) == (saved["total_input_tokens"], saved["total_output_tokens"])
     assert ("abc", "first", "stub-model") == (saved["commit"], saved["label"], saved["model_id"])
     assert 12 * 6 == saved["num_itl"]
-    assert 0.75 == saved["server"]["acceptance_rate"]
+    assert (0.75, 4.0) == (saved["server"]["acceptance_rate"], saved["server"]["acceptance_length"])
+    assert (75.0, 4.0) == (saved["spec_decode_acceptance_rate"], saved["spec_decode_acceptance_length"])
+    assert (50, 200, 150) == tuple(saved[f"spec_decode_{k}"] for k in ("num_drafts", "draft_tokens", "accepted_tokens"))
     assert (128, 128) == (saved["server"]["kv_blocks_free_before"], saved["server"]["kv_blocks_free_after"])
     assert "p99_ttft_ms" in saved["not_resolved"]
     assert ["ttft", "e2el"] == saved["headline"]
-    for text in ("12 completed, 0 failed", "closed loop, at most 4", "0.750 (150 of 200", "128 before, 128 after"):
+    for text in ("12 completed, 0 failed", "closed loop, at most 4", "0.750 (150 of 200", "4.000 tokens a step (50 "):
         assert text in result.output
     assert "240 planned, 240 billed" in result.output
     assert "n/r" in result.output

@@ -4,11 +4,14 @@ from loadgen.client import open_http
 from loadgen.server_metrics import ServerMetrics, compare, parse_scrape, scrape_server
 from tests.loadgen.stubs import ScriptedServer, serve
 
-ABSENT = ServerMetrics(None, None, None, None, None, None)
+ABSENT = ServerMetrics(None, None, None, None, None, None, None)
 
 
 def exposition(drafted, accepted, free, *, preemptions=0):
-    return f"""# HELP vllm:spec_decode_num_draft_tokens_total Draft tokens.
+    return f"""# HELP vllm:spec_decode_num_drafts_total Drafts.
+# TYPE vllm:spec_decode_num_drafts_total counter
+vllm:spec_decode_num_drafts_total{{engine="0",model_name="m"}} {drafted / 4}
+# HELP vllm:spec_decode_num_draft_tokens_total Draft tokens.
 # TYPE vllm:spec_decode_num_draft_tokens_total counter
 vllm:spec_decode_num_draft_tokens_total{{engine="0",model_name="a b"}} {drafted}
 # TYPE vllm:spec_decode_num_accepted_tokens_total counter
@@ -27,8 +30,9 @@ def test_counters_count_from_the_scrape_before_and_gauges_are_what_they_are():
     before, after = exposition(100, 50, 128), exposition(300, 200, 120, preemptions=2)
     metrics = compare(parse_scrape(before), parse_scrape(after))
 
-    assert ServerMetrics(200, 150, 2, 128, 128, 120) == metrics
+    assert ServerMetrics(50, 200, 150, 2, 128, 128, 120) == metrics
     assert 0.75 == metrics.acceptance_rate
+    assert 1 + 150 / 50 == metrics.acceptance_length
 
 
 def test_a_series_is_summed_over_its_labels():
@@ -38,16 +42,16 @@ def test_a_series_is_summed_over_its_labels():
 def test_what_is_not_exported_is_absent_and_not_zero():
     metrics = compare({"octavo:kv_blocks_free": 5.0}, {"octavo:kv_blocks_free": 4.0})
 
-    assert ServerMetrics(None, None, None, None, 5.0, 4.0) == metrics
-    assert metrics.acceptance_rate is None
+    assert ServerMetrics(None, None, None, None, None, 5.0, 4.0) == metrics
+    assert (None, None) == (metrics.acceptance_rate, metrics.acceptance_length)
     assert not metrics.is_absent
     assert compare({}, {}).is_absent
 
 
-def test_without_drafts_there_is_no_acceptance_rate():
+def test_without_drafts_there_is_neither_acceptance_rate_nor_length():
     same = parse_scrape(exposition(100, 50, 128))
 
-    assert compare(same, same).acceptance_rate is None
+    assert (None, None) == (compare(same, same).acceptance_rate, compare(same, same).acceptance_length)
     assert 0 == compare(same, same).num_draft_tokens
 
 
