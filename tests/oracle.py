@@ -6,6 +6,7 @@ from its data classes. Slow on purpose: each function is the formula.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from fractions import Fraction
 from itertools import product
 
 import numpy as np
@@ -211,6 +212,33 @@ def expected_accepted(rule: Rule, target: Laws, draft: Laws, num_drafts: int) ->
     return total
 
 
+def exact_accepted(target: Laws, draft: Laws, num_drafts: int) -> tuple[Fraction, Fraction]:
+    """The mean number of drafts accepted by the token rule and by block verification, as fractions, by their theory.
+
+    Given the first i drafts, the token rule keeps all of them with chance prod min(1, P/Q), and block verification
+    keeps at least i with chance p_i = min(p_{i-1} P/Q, 1) (Sun et al. 2025). No threshold and no residual comes in.
+    """
+    token = block = Fraction(0)
+    runs = [((), Fraction(1), Fraction(1), Fraction(1))]  # drafts, their chance, and the two chances of keeping them
+    for _ in range(num_drafts):
+        longer = []
+        for run, chance, kept, weight in runs:
+            for x, (p, q) in enumerate(zip(_fractions(target(run)), _fractions(draft(run)), strict=True)):
+                if q:
+                    longer.append(((*run, x), chance * q, kept * min(1, p / q), min(weight * p / q, Fraction(1))))
+        runs = longer
+        token += sum(chance * kept for _, chance, kept, _ in runs)
+        block += sum(chance * weight for _, chance, _, weight in runs)
+    return token, block
+
+
+def _fractions(law_V: Doubles) -> list[Fraction]:
+    """The law whose floats these are: its chances are fractions with small denominators, and sum to 1."""
+    exact = [Fraction(chance).limit_denominator(10**6) for chance in law_V.tolist()]
+    assert 1 == sum(exact)
+    return exact
+
+
 def most_accepted(target: Laws, draft: Laws, num_drafts: int) -> float:
     """The mean number that no rule on one draft passes: the sum over all runs of min(target, draft)."""
     return sum(
@@ -327,6 +355,15 @@ def law_after_steps(
             tokens = (*emitted, *rest)[:length]
             law[tokens] = law.get(tokens, 0.0) + chance * weight
     return law
+
+
+def keyed_agreement(target_V: Doubles, draft_V: Doubles) -> float:
+    """The chance that draws from two laws by Gumbel-max with the same noise are one token.
+
+    Token i wins both races of exponentials if its arrival is the earliest in each: 1 / sum_j max(P_j/P_i, Q_j/Q_i).
+    """
+    both = [i for i in range(len(target_V)) if target_V[i] > 0 and draft_V[i] > 0]
+    return float(sum(1 / np.maximum(target_V / target_V[i], draft_V / draft_V[i]).sum() for i in both))
 
 
 def total_variation(one: Mapping[tuple[int, ...], float], other: Mapping[tuple[int, ...], float]) -> float:

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from weakref import WeakKeyDictionary
 
-from core.decoding.proposers import Draft, Proposal, Proposer
+from core.decoding.proposers import Draft, Proposal, Proposer, within_grammar
 from core.model.kv_cache import KVCache
 from core.request import Request
 from core.step import ScheduledRequest, SchedulerOutput
@@ -77,7 +77,8 @@ class PredictionProposer:
         if not num_tokens or request.script is not None:
             return Draft()
         text = self._texts.setdefault(request, PredictedText(request.prediction))
-        return Draft(text.look_up(request.output_token_ids, num_tokens), is_predicted=True)
+        draft = within_grammar(request, text.look_up(request.output_token_ids, num_tokens))
+        return Draft(draft, is_predicted=True)
 
 
 def _share_of_inner(scheduled: ScheduledRequest, *, is_served: bool) -> ScheduledRequest:

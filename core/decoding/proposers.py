@@ -98,11 +98,11 @@ class NgramProposer:
             if scheduled.num_draft_slots and request.script is None:
                 index = self._indices.setdefault(request, NgramIndex(self._min_n, self._max_n))
                 index.extend(request.token_ids)
-                drafts[request.request_id] = Draft(_allowed(request, index.look_up(scheduled.num_draft_slots)))
+                drafts[request.request_id] = Draft(within_grammar(request, index.look_up(scheduled.num_draft_slots)))
         return Proposal(drafts)
 
 
-def _allowed(request: Request, draft: list[int]) -> list[int]:
+def within_grammar(request: Request, draft: list[int]) -> list[int]:
     """The draft up to what the request's grammar forbids."""
     if request.constraint is None:
         return draft

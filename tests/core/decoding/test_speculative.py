@@ -73,7 +73,7 @@ def test_a_step_emits_the_targets_law(rule: Verify, name: str, num_drafts: int) 
 
 
 @both_rules
-@pytest.mark.parametrize("name", ["F1", "toy", "markov"])
+@pytest.mark.parametrize("name", FIXTURES)
 @pytest.mark.parametrize("num_drafts", [1, 2])
 def test_two_steps_emit_the_targets_law(rule: Verify, name: str, num_drafts: int) -> None:
     """What a step rejected and gave up is made good by the next, whatever the first emitted."""
@@ -229,25 +229,6 @@ def test_geometric_sum_is_the_published_table(alpha: float, num_drafts: int, pub
     assert published == pytest.approx(oracle.expected_tokens(alpha, num_drafts), abs=5e-5)
 
 
-@pytest.mark.parametrize(
-    ("name", "num_drafts", "expected"),
-    [
-        ("toy", 2, 10 / 9),
-        ("toy", 3, 38 / 27),
-        ("toy", 4, 130 / 81),
-        ("toy", 5, 422 / 243),
-        ("markov", 2, 1.435),
-        ("markov", 3, 1.9345),
-        ("markov", 4, 2.32515),
-        ("F1", 1, 0.8),
-        ("F2", 1, 0.6),
-        ("F4", 1, 0.721088),
-    ],
-)
-def test_accepted_drafts_are_those_of_the_token_rule(name: str, num_drafts: int, expected: float) -> None:
-    assert expected == pytest.approx(accepted(verify_drafts, *FIXTURES[name], num_drafts), abs=1e-6)
-
-
 # Token rule, block verification, and the most that any rule on one draft can accept: THEORY B4a.
 TABLE = [
     ("toy", 2, 1.111111, 1.222222, 1.333333),
@@ -258,6 +239,10 @@ TABLE = [
     ("markov", 2, 1.4350, 1.4625, 1.4875),
     ("markov", 3, 1.9345, 2.0320, 2.1310),
     ("markov", 4, 2.32515, 2.532975, 2.728794),
+    ("markov", 5, 2.629656, 2.972899, 3.276128),
+    ("F1", 1, 0.8, 0.8, 0.8),
+    ("F2", 1, 0.6, 0.6, 0.6),
+    ("F4", 1, 0.721088, 0.721088, 0.721088),
 ]
 
 
@@ -271,20 +256,12 @@ def test_accepted_drafts_are_those_of_the_published_table(
     assert ideal == pytest.approx(oracle.most_accepted(*pair, num_drafts), abs=6e-7)
 
 
-@pytest.mark.parametrize(
-    ("name", "num_drafts", "exact"),
-    [
-        ("toy", 2, 11 / 9),
-        ("toy", 3, 5 / 3),
-        ("toy", 4, 166 / 81),
-        ("toy", 5, 64 / 27),
-        ("markov", 2, 1.4625),
-        ("markov", 3, 2.032),
-        ("markov", 4, 2.532975),
-    ],
-)
-def test_accepted_drafts_of_blocks_to_nine_digits(name: str, num_drafts: int, exact: float) -> None:
-    assert exact == pytest.approx(accepted(verify_blocks, *FIXTURES[name], num_drafts), abs=1e-9)
+@pytest.mark.parametrize(("name", "num_drafts"), [row[:2] for row in TABLE] + [("F1", 4), ("F2", 3), ("F4", 3)])
+def test_accepted_drafts_are_those_of_the_theory_to_nine_digits(name: str, num_drafts: int) -> None:
+    """Fractions by formulae that know no thresholds, against every draft and every draw."""
+    token, block = oracle.exact_accepted(*FIXTURES[name], num_drafts)
+    assert float(token) == pytest.approx(accepted(verify_drafts, *FIXTURES[name], num_drafts), abs=1e-9)
+    assert float(block) == pytest.approx(accepted(verify_blocks, *FIXTURES[name], num_drafts), abs=1e-9)
 
 
 def test_blocks_accept_at_least_as_much_as_tokens_and_at_most_what_can_be() -> None:
