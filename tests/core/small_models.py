@@ -78,13 +78,21 @@ class Served:
     num_preemptions: int = 0
     num_drafts: int = 0
     num_accepted: int = 0
+    first_accepted: dict[str, int] = field(default_factory=dict)  # in each request's first step that gave tokens
 
     def ids(self, request_id: str) -> list[int]:
         return [token.token_id for token in self.tokens[request_id]]
 
 
 def a_request(
-    request_id: str, prompt: Sequence[int], params: SamplingParams, *, drafts: int = 0, seed: int = 0, choice: int = 0
+    request_id: str,
+    prompt: Sequence[int],
+    params: SamplingParams,
+    *,
+    drafts: int = 0,
+    seed: int = 0,
+    choice: int = 0,
+    prediction: Sequence[int] = (),
 ) -> Request:
     request = Request(
         request_id,
@@ -93,6 +101,7 @@ def a_request(
         choice=choice,
         seed=params.seed if params.seed is not None else seed,
         eos_token_ids=EOS,
+        prediction=prediction,
     )
     request.num_speculative_tokens = drafts
     return request
@@ -139,6 +148,8 @@ def serve(
         result = execute(plan)
         served.num_drafts += sum(sampled.num_draft_tokens for sampled in result.sampled.values())
         served.num_accepted += sum(sampled.num_accepted_tokens for sampled in result.sampled.values())
+        for request_id, sampled in result.sampled.items():
+            served.first_accepted.setdefault(request_id, sampled.num_accepted_tokens)
         return result
 
     scheduler = ContinuousBatchingScheduler(
