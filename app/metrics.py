@@ -97,10 +97,10 @@ HTTP_FINE_EDGES = (
 class Metrics:
     """One server's registry: several servers in one process (tests) do not meet."""
 
-    def __init__(self, loop: EngineLoop, model_name: str) -> None:
+    def __init__(self, loop: EngineLoop, model_name: str, *, has_legacy_names: bool = False) -> None:
         disable_created_metrics()  # type: ignore[no-untyped-call] # a time series beside each counter that nobody asked for
         self.registry = CollectorRegistry()
-        self.registry.register(EngineCollector(loop, model_name))
+        self.registry.register(EngineCollector(loop, model_name, has_legacy_names=has_legacy_names))
         self.http = HttpMetrics(self.registry)
         for kind in (ProcessCollector, PlatformCollector, GCCollector):
             kind(registry=self.registry)
@@ -111,10 +111,14 @@ class Metrics:
 
 
 class EngineCollector(Collector):
-    """Turns the engine's latest snapshot into series. All label values exist from the start, with 0."""
+    """Turns the engine's latest snapshot into series. All label values exist from the start, with 0.
 
-    def __init__(self, loop: EngineLoop, model_name: str) -> None:
+    `has_legacy_names`: some series come a second time, under the names that vLLM had for them before.
+    """
+
+    def __init__(self, loop: EngineLoop, model_name: str, *, has_legacy_names: bool = False) -> None:
         self._loop = loop
+        self._has_legacy_names = has_legacy_names
         self._labels = (model_name, ENGINE)
 
     def collect(self) -> Iterator[Metric]:
@@ -128,7 +132,9 @@ class EngineCollector(Collector):
             yield from self._speculation(stats)
         for name, histogram in stats.histograms.items():
             if name in HISTOGRAMS:
-                yield self._histogram(name, histogram)
+                yield self._histogram(name, HISTOGRAMS[name], histogram)
+        if self._has_legacy_names:
+            yield from self._legacy(stats)
 
     def _gauges(self, stats: EngineStats, num_in_inbox: int) -> Iterator[Metric]:
         for name, (text, attribute) in GAUGES.items():
@@ -191,8 +197,23 @@ class EngineCollector(Collector):
             family.add_metric((*self._labels, key), value)
         return family
 
-    def _histogram(self, name: str, histogram: Histogram) -> Metric:
-        family = HistogramMetricFamily(f"vllm:{name}", HISTOGRAMS[name], labels=LABELS)
+    def _legacy(self, stats: EngineStats) -> Iterator[Metric]:
+        num_tier_slots = self._loop.engine.config.num_tier_slots
+        gauges = {
+            "vllm:gpu_cache_usage_perc": (stats.kv_blocks_used, stats.kv_blocks),
+            "vllm:cpu_cache_usage_perc": (stats.swap_slots_used, num_tier_slots),
+            "vllm:gpu_prefix_cache_hit_rate": (stats.prefix_cache_hits, stats.prefix_cache_queries),
+            "vllm:num_requests_swapped": (0, 1),  # preempted requests wait, whatever became of their blocks
+        }
+        for name, (part, whole) in gauges.items():
+            yield self._gauge(name, "An old name.", part / whole if whole else 0.0)
+        yield self._counter("vllm:gpu_prefix_cache_queries", "An old name.", stats.prefix_cache_queries)
+        yield self._counter("vllm:gpu_prefix_cache_hits", "An old name.", stats.prefix_cache_hits)
+        gaps = stats.histograms["inter_token_latency_seconds"]
+        yield self._histogram("time_per_output_token_seconds", "An old name.", gaps)
+
+    def _histogram(self, name: str, text: str, histogram: Histogram) -> Metric:
+        family = HistogramMetricFamily(f"vllm:{name}", text, labels=LABELS)
         buckets, cumulated = [], 0
         for edge, count in zip((*map(str, histogram.edges), "+Inf"), histogram.counts, strict=True):
             cumulated += count

@@ -16,7 +16,8 @@ from core import Engine, InvalidRequest, Tokenizer
 router = APIRouter()
 
 
-@router.api_route("/ping", methods=["GET", "POST"], include_in_schema=False)
+@router.api_route("/ping", methods=["GET", "HEAD", "POST"], include_in_schema=False)
+@router.head("/health", include_in_schema=False)
 @router.get("/health")
 async def health(service: ServiceOf) -> Response:
     """200 while the engine lives: who sees 503 here should restart the process."""
@@ -25,6 +26,7 @@ async def health(service: ServiceOf) -> Response:
     return Response()
 
 
+@router.head("/ready", include_in_schema=False)
 @router.get("/ready")
 async def ready(service: ServiceOf) -> Response:
     """200 while requests are taken: who sees 503 here should send them elsewhere."""

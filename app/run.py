@@ -16,7 +16,7 @@ from app.generation import Job
 from app.prompts import Prompt
 from app.schemas import FinishReason, PromptTokensDetails, Usage
 from core import FinishReason as EngineFinishReason
-from core import RequestOutput
+from core import InvalidRequest, RequestOutput
 
 logger = logging.getLogger(__name__)
 
@@ -61,6 +61,8 @@ class Run:
             self._last[index] = output
             if output.drafts is not None:
                 self._drafts.add(output.drafts, is_kept=self._tells_metrics)
+            if output.is_refused:
+                raise InvalidRequest(output.error or "")
             if output.is_finished and output.finish_reason not in _SHOWN_REASONS:
                 logger.error("request failed", extra={"request_id": self.job.id, "error": output.error})
                 raise ApiError(500, "The engine failed on this request", kind=SERVER_ERROR)

@@ -39,7 +39,7 @@ class Service:
         self.settings = settings
         self.engine = engine
         self.loop = EngineLoop(engine, max_queue=settings.max_queue)
-        self.metrics = Metrics(self.loop, settings.model_names[0])
+        self.metrics = Metrics(self.loop, settings.model_names[0], has_legacy_names=settings.legacy_metric_names)
         self.created = int(time.time())
         self.version = package_version()
         self.fingerprint = f"octavo-{self.version}"

@@ -111,6 +111,9 @@ class Settings(BaseSettings):
         default=None, ge=1, description="Size of the second tier for swap and auto; default: 1G."
     )
     swap_file: Path | None = Field(default=None, description="File the second tier is mapped to; default: memory.")
+    legacy_metric_names: bool = Field(
+        default=False, description="Export series under names that vLLM has given up, too, for old dashboards."
+    )
     enable_debug: bool = Field(default=False, description="Serve /debug/kv, which shows other people's requests.")
     max_logprobs: HumanInt = Field(default=20, ge=0, description="Most alternatives a request may ask for.")
     seed: int = Field(default=0, description="Where the randomness of requests without a seed comes from.")

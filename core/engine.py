@@ -222,7 +222,8 @@ class Engine:
             arrival_s=new.arrival_s,
             prediction=new.prediction_token_ids,
         )
-        asked = params.speculative_tokens
+        # Drafts would come to where no token is left before the text does, if it ever does.
+        asked = 0 if params.may_run_dry else params.speculative_tokens
         request.num_speculative_tokens = _at_most(self._num_drafts, asked)
         request.num_predicted_tokens = _at_most(MAX_PREDICTED_DRAFTS if request.prediction else 0, asked)
         return request

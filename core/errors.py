@@ -2,11 +2,12 @@
 
     OctavoError
     ├── InvalidRequest            the caller's mistake in one request; `param` names the field
-    │   └── ContextLengthExceeded   prompt or output would pass the context or the KV pool
+    │   ├── ContextLengthExceeded   prompt or output would pass the context or the KV pool
+    │   └── NothingAllowed          its masks, biases and penalties leave no token that may come next
     ├── UnknownRequest            no such request id (also a KeyError)
     ├── DuplicateRequest          that id is in use
     ├── EngineDead                the engine has ended and takes nothing more
-    ├── NumericalFault            numbers that are no numbers, or a law without any token: one request fails
+    ├── NumericalFault            numbers that are no numbers: one request fails
     ├── ModelLoadError            a model's files are missing, damaged or of a kind we do not run
     └── InvariantViolation        our own mistake; never caught below the engine
 
@@ -35,6 +36,10 @@ class ContextLengthExceeded(InvalidRequest):
     """Prompt, or prompt and output together, pass the context length or the KV pool."""
 
 
+class NothingAllowed(InvalidRequest):
+    """What a request asks for leaves no token that may come next. It shows on the way, and ends this request alone."""
+
+
 class UnknownRequest(OctavoError, KeyError):
     """A request id that the object asked does not hold."""
 
@@ -51,7 +56,7 @@ class EngineDead(OctavoError, RuntimeError):
 
 
 class NumericalFault(OctavoError, ArithmeticError):
-    """NaN or infinity where a number must be, or no token that may come next. The request at fault ends in error."""
+    """NaN or infinity where a number must be. The request at fault ends in error."""
 
 
 class ModelLoadError(OctavoError):

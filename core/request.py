@@ -150,6 +150,12 @@ class SamplingParams:
     def is_greedy(self) -> bool:
         return self.temperature == 0
 
+    @property
+    def may_run_dry(self) -> bool:
+        """Whether several masks together may leave no token somewhere on the way."""
+        masks = (self.allowed_token_ids is not None, bool(self.bad_words), self.structured_output is not None)
+        return sum(masks) > 1
+
 
 def _in_range(name: str, value: float, low: float, high: float, *, low_open: bool = False, of: str = "") -> None:
     if not (low < value if low_open else low <= value) or not value <= high:  # NaN fails both
@@ -210,9 +216,9 @@ class RequestOutput:
     """What one step adds to one request: a delta. `finish_reason` is set on the last one only.
 
     `text` is what may be shown now; it lags behind `num_generated_tokens` while a stop string or a character may
-    still complete. `tokens` are exactly those whose text this delta brings to an end.
-    `drafts`: what became of this step's drafts, None if there were none. `prompt_logprobs` come with the first delta if
-    they were asked for: those of the second prompt token and of all behind it.
+    still complete. `tokens` are exactly those whose text this delta brings to an end. `is_refused`: the error is the
+    caller's. `drafts`: what became of this step's drafts, None if there were none. `prompt_logprobs` come with the
+    first delta if they were asked for: those of the second prompt token and of all behind it.
     """
 
     request_id: str
@@ -224,6 +230,7 @@ class RequestOutput:
     finish_reason: FinishReason | None = None
     stop_reason: str | int | None = None
     error: str | None = None
+    is_refused: bool = False
     drafts: DraftOutcome | None = None
     prompt_logprobs: tuple[TokenLogprobs, ...] | None = None
 
@@ -355,6 +362,7 @@ class Request:
         self.finish_reason: FinishReason | None = None
         self.stop_reason: str | int | None = None
         self.error: str | None = None
+        self.is_refused = False  # the error is the caller's
 
     @property
     def num_tokens(self) -> int:

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from core.decoding.noise import Purpose, gumbel_noise
-from core.errors import NumericalFault
+from core.errors import NothingAllowed
 from core.request import Constraint, Request, SamplingParams, TokenLogprobs
 
 LOGPROB_FLOOR = -9999.0  # JSON has no infinity
@@ -33,7 +33,7 @@ def process_logits(logits_V: Floats, request: Request, extra: Sequence[int] = ()
         (V,) float; the input itself if there is nothing to do. With temperature 0 it is not scaled or filtered.
 
     Raises:
-        NumericalFault: no token may come next, as when all are stop tokens and min_tokens is not reached.
+        NothingAllowed: no token may come next, as when all are stop tokens and min_tokens is not reached.
     """
     params = request.params
     logits_V = _penalise(logits_V, request, extra)
@@ -45,7 +45,7 @@ def process_logits(logits_V: Floats, request: Request, extra: Sequence[int] = ()
         logits_V = _constrain(logits_V, request.constraint, [*request.output_token_ids, *extra])
     logits_V = _put_off_ends(logits_V, request, request.num_output_tokens + len(extra))
     if not np.isfinite(logits_V.max()):
-        raise NumericalFault("bias, penalties, masks and min_tokens leave no token that may come next")
+        raise NothingAllowed("bias, penalties, masks and min_tokens leave no token that may come next")
     if params.is_greedy:
         return logits_V
     with np.errstate(over="ignore"):

@@ -363,6 +363,7 @@ class ContinuousBatchingScheduler:
         request.siblings = []
         for member in family:
             member.error = f"{type(error).__name__}: {error}"
+            member.is_refused = isinstance(error, InvalidRequest)
             member.finish(FinishReason.ERROR)
             self._outputs.append(self._trackers[member.request_id].take_output())
             self._remove(member)

@@ -161,6 +161,7 @@ class StopTracker:
             finish_reason=request.finish_reason,
             stop_reason=request.stop_reason,
             error=request.error,
+            is_refused=request.is_refused,
             drafts=drafts,
             prompt_logprobs=self._take_prompt_logprobs(),
         )

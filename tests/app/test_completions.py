@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 from httpx import Response
 
-from tests.app.servers import Gate, RunningServer, in_process, make_engine
+from app.factory import load
+from tests.app.servers import Gate, RunningServer, in_process, make_engine, make_settings
 
 SCRIPT = ["Hel", "lo", [" wor", "ld"], "!"]
 
@@ -355,6 +356,9 @@ async def refused(server: RunningServer, **body: Any) -> tuple[int, str | None]:
         ({"truncate_prompt_tokens": -2}, "truncate_prompt_tokens"),
         ({"truncate_prompt_tokens": 100_000}, "truncate_prompt_tokens"),
         ({"priority": 1}, "priority"),
+        ({"cache_salt": ""}, "cache_salt"),
+        ({"cache_salt": "a\nb"}, "cache_salt"),
+        ({"cache_salt": "a" * 257}, "cache_salt"),
         ({"max_tokens": 0, "stream": True}, "max_tokens"),
         ({"echo": True, "logprobs": 21}, "logprobs"),
         ({"best_of": 21}, "best_of"),
@@ -408,3 +412,28 @@ async def test_a_stream_that_cannot_start_has_a_real_status():
     assert (400, "context_length_exceeded") == (too_long.status_code, too_long.json()["error"]["code"])
     assert (503, "shutting_down") == (closing.status_code, closing.json()["error"]["code"])
     assert "1" == closing.headers["retry-after"]
+
+
+async def test_a_request_that_allows_no_token_is_refused_when_that_shows_and_others_go_on():
+    async with in_process(load(make_settings(max_num_seqs=4))) as server:
+        nothing = {"prompt": "p", "allowed_token_ids": [97], "bad_words": ["aaa"], "temperature": 0, "max_tokens": 9}
+        refused, streamed, other = await asyncio.gather(
+            server.complete(**nothing),
+            server.complete(**nothing, stream=True),
+            server.complete(prompt="p", allowed_token_ids=[97], bad_words=["b"], max_tokens=9),
+        )
+
+    assert (400, "invalid_request_error") == (refused.status_code, refused.json()["error"]["type"])
+    assert "no token that may come next" in refused.json()["error"]["message"]
+    *events, error, _, _ = streamed.text.split("\n\n")
+    assert "aa" == text_of([json.loads(event.removeprefix("data: ")) for event in events])
+    assert "no token that may come next" in error
+    assert "a" * 9 == other.json()["choices"][0]["text"]
+
+
+async def test_what_would_come_behind_a_stop_is_nobodys_fault():
+    async with in_process(load(make_settings(max_num_seqs=4))) as server:
+        masks = {"allowed_token_ids": [97], "bad_words": ["aaa"], "temperature": 0}
+        body = (await server.complete(prompt="p", **masks, stop=["aa"], max_tokens=9)).json()
+
+    assert ("stop", 2) == (body["choices"][0]["finish_reason"], body["usage"]["completion_tokens"])

@@ -122,3 +122,25 @@ async def test_probes_are_not_counted(path: str):
         await server.client.get(path)
 
         assert not [name for name in await server.metrics() if name.startswith("http_requests_total")]
+
+
+LEGACY = {
+    "vllm:gpu_cache_usage_perc": "vllm:kv_cache_usage_perc",
+    "vllm:gpu_prefix_cache_queries_total": "vllm:prefix_cache_queries_total",
+    "vllm:gpu_prefix_cache_hits_total": "vllm:prefix_cache_hits_total",
+    "vllm:time_per_output_token_seconds_count": "vllm:inter_token_latency_seconds_count",
+    "vllm:time_per_output_token_seconds_sum": "vllm:inter_token_latency_seconds_sum",
+}
+
+
+async def test_old_names_say_the_same_where_they_are_asked_for():
+    async with in_process(legacy_metric_names=True) as server, in_process() as plain:
+        for _ in range(2):
+            await server.complete(prompt="x" * 13, max_tokens=3)
+        found, others = await server.metrics(), await plain.metrics()
+
+    assert {name: found[new] for name, new in LEGACY.items()} == {name: found[name] for name in LEGACY}
+    assert found["vllm:time_per_output_token_seconds_count"] == 4
+    assert 12 / 26 == pytest.approx(found["vllm:gpu_prefix_cache_hit_rate"])
+    assert (0, 0) == (found["vllm:cpu_cache_usage_perc"], found["vllm:num_requests_swapped"])
+    assert set() == {*LEGACY, "vllm:num_requests_swapped"} & set(others)

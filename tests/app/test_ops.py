@@ -102,3 +102,13 @@ async def test_what_cannot_be_tokenized_is_refused_by_name(path: str, body: dict
 
     assert response.status_code in (400, 404)
     assert param == response.json()["error"]["param"]
+
+
+@pytest.mark.parametrize("path", ["/health", "/ping", "/ready"])
+async def test_probes_may_ask_for_the_head_alone(path: str):
+    async with in_process() as server:
+        alive = await server.client.head(path)
+        server.service.loop.is_dead = True
+        dead = await server.client.head(path)
+
+    assert (200, b"", 503) == (alive.status_code, alive.content, dead.status_code)

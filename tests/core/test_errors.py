@@ -10,6 +10,7 @@ from core.errors import (
     InvalidRequest,
     InvariantViolation,
     ModelLoadError,
+    NothingAllowed,
     NumericalFault,
     OctavoError,
     UnknownRequest,
@@ -19,7 +20,7 @@ from core.errors import (
 def test_every_exception_is_ours_and_stands_in_the_tree():
     classes = [c for c in vars(errors).values() if isinstance(c, type)]
 
-    assert len(classes) == 9
+    assert len(classes) == 10
     for each in classes:
         assert issubclass(each, OctavoError)
         assert each is OctavoError or each.__name__ in (errors.__doc__ or "")
@@ -30,6 +31,7 @@ def test_every_exception_is_ours_and_stands_in_the_tree():
     [
         (InvalidRequest, ValueError),
         (ContextLengthExceeded, InvalidRequest),
+        (NothingAllowed, InvalidRequest),
         (UnknownRequest, KeyError),
         (DuplicateRequest, ValueError),
         (EngineDead, RuntimeError),

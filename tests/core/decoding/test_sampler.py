@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from core.decoding.sampler import LOGPROB_FLOOR, law, process_logits, sample_draft, sample_keyed, token_logprobs
-from core.errors import NumericalFault
+from core.errors import NothingAllowed
 from core.request import Request, SamplingParams
 from tests import oracle
 from tests.core.small_models import EOS, a_request
@@ -234,10 +234,17 @@ def test_logprobs_stay_finite() -> None:
     assert [0.0, LOGPROB_FLOOR, LOGPROB_FLOOR, LOGPROB_FLOOR] == [value for _, value in got.top]
 
 
-def test_a_law_without_any_token_is_a_fault_and_not_token_0() -> None:
-    request = asked(min_tokens=3, stop_token_ids=tuple(range(V)))
-    with pytest.raises(NumericalFault, match="leave no token that may come next"):
-        process_logits(FULL, request)
+@pytest.mark.parametrize(
+    "params",
+    [
+        {"min_tokens": 3, "stop_token_ids": tuple(range(V))},
+        {"allowed_token_ids": (5,), "bad_words": ((5,),)},
+        {"allowed_token_ids": (2,), "min_tokens": 1},
+    ],
+)
+def test_a_law_without_any_token_is_the_requests_fault_and_not_token_0(params: dict[str, Any]) -> None:
+    with pytest.raises(NothingAllowed, match="leave no token that may come next"):
+        process_logits(FULL, asked(**params))
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
