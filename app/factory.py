@@ -4,10 +4,8 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from typing import Any
 
 from fastapi import FastAPI
-from fastapi.openapi.utils import get_openapi
 from starlette.middleware.cors import CORSMiddleware
 
 from app import chat, completions, errors, logs, models, ops
@@ -15,6 +13,7 @@ from app.access import RecordRequests
 from app.auth import Authentication
 from app.faults import FaultInjection
 from app.middleware import BodyLimits, ReaderLimit, RequestIdEcho
+from app.openapi import openapi
 from app.service import Service, package_version
 from app.settings import Settings
 from core import EMBEDDED_MODEL, Engine, load_engine
@@ -53,24 +52,9 @@ def create_app(settings: Settings | None = None, engine: Engine | None = None) -
     for module in (completions, chat, models, ops):
         app.include_router(module.router)
     errors.install(app)
-    app.openapi = lambda: _openapi(app)  # type: ignore[method-assign]
+    app.openapi = lambda: openapi(app)  # type: ignore[method-assign]
     _add_middlewares(app, settings)
     return app
-
-
-def _openapi(app: FastAPI) -> dict[str, Any]:
-    """The document without FastAPI's 422, which is never sent: every refusal has OpenAI's shape, most of them 400."""
-    if app.openapi_schema is None:
-        document = get_openapi(title=app.title, version=app.version, routes=app.routes)
-        for operations in document["paths"].values():
-            for operation in operations.values():
-                if operation["responses"].pop("422", None) is not None:
-                    operation["responses"]["400"] = {"description": "Refused; `error` says why, in OpenAI's shape."}
-        schemas = document.get("components", {}).get("schemas", {})
-        for name in ("HTTPValidationError", "ValidationError"):
-            schemas.pop(name, None)
-        app.openapi_schema = document
-    return app.openapi_schema
 
 
 def _add_middlewares(app: FastAPI, settings: Settings) -> None:

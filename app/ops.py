@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from fastapi import APIRouter, HTTPException
-from starlette.responses import Response
+from starlette.responses import PlainTextResponse, Response
 
 from app.chat_template import render_prompt
 from app.prompts import encode
@@ -18,7 +18,7 @@ router = APIRouter()
 
 @router.api_route("/ping", methods=["GET", "HEAD", "POST"], include_in_schema=False)
 @router.head("/health", include_in_schema=False)
-@router.get("/health")
+@router.get("/health", response_class=Response)
 async def health(service: ServiceOf) -> Response:
     """200 while the engine lives: who sees 503 here should restart the process."""
     if service.loop.is_dead:
@@ -27,7 +27,7 @@ async def health(service: ServiceOf) -> Response:
 
 
 @router.head("/ready", include_in_schema=False)
-@router.get("/ready")
+@router.get("/ready", response_class=Response)
 async def ready(service: ServiceOf) -> Response:
     """200 while requests are taken: who sees 503 here should send them elsewhere."""
     service.loop.refuse_if_closed()
@@ -44,7 +44,7 @@ async def load(service: ServiceOf) -> dict[str, int]:
     return {"server_load": service.loop.num_open_streams}
 
 
-@router.get("/metrics")
+@router.get("/metrics", response_class=PlainTextResponse)
 async def metrics(service: ServiceOf) -> Response:
     content, media_type = service.metrics.expose()
     return Response(content, headers={"content-type": media_type})
