@@ -36,6 +36,13 @@ def smollm2(logs: Path, smollm2_path: Path) -> Iterator[LiveServer]:
         yield server
 
 
+@pytest.fixture(scope="module")
+def serve_module(logs: Path) -> Iterator[Serve]:
+    """The same for servers that the tests of one module share."""
+    with ExitStack() as stack:
+        yield lambda *flags, **options: stack.enter_context(serving(logs, *flags, **options))
+
+
 @pytest.fixture
 def serve(logs: Path) -> Iterator[Serve]:
     """Starts servers with the flags given; they end with the test."""

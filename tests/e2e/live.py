@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -55,6 +56,11 @@ class LiveServer:
         self.url = url
         self._log = log
         self.http = httpx.Client(base_url=url, timeout=DEADLINE_S)
+
+    @cached_property
+    def document(self) -> Any:
+        """Its OpenAPI document."""
+        return self.http.get("/openapi.json").raise_for_status().json()
 
     @property
     def log(self) -> str:
