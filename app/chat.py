@@ -2,18 +2,18 @@
 
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from app import sse
-from app.chat_template import render_prompt
+from app.chat_template import ChatTemplate, render_prompt
 from app.drafts import predicted_text
 from app.generation import Ask, Job, renamed, sampling_params, stream_options
 from app.logprobs import LogprobsWriter, prompt_logprobs
-from app.parts import Call, CallArguments, CallStart, Part, PartReader, Text
+from app.parts import Call, CallArguments, CallStart, Part, PartReader, Text, assembled
 from app.run import shown_reason
 from app.schemas import (
     AssistantMessage,
@@ -40,13 +40,10 @@ router = APIRouter()
 @router.post("/v1/chat/completions", response_model=ChatResponse)
 async def create_chat_completion(body: ChatRequest, request: Request, service: ServiceOf) -> Response:
     """Answer a conversation."""
-    arrival_s = time.monotonic()
-    body.refuse_unsupported()
     options = stream_options(body)
-    tools = tool_use(body)
-    ask = await _ask(service, body, tools, request, arrival_s)
-    job = await service.prepare(ask)
-    writer = _Writer(job, body, tools, service.engine.tokenizer, service.fingerprint)
+    chat = await prepare(service, body, request)
+    job = chat.job
+    writer = _Writer(job, body, chat.tools, service.engine.tokenizer, service.fingerprint)
     headers = {"x-request-id": job.trace_id}
     if body.stream:
         return sse.EventStream(sse.chunk_events(service.run(job), writer, options), headers)
@@ -55,19 +52,40 @@ async def create_chat_completion(body: ChatRequest, request: Request, service: S
     return Response(content, headers=headers, media_type="application/json")
 
 
-async def _ask(service: Service, body: ChatRequest, tools: ToolUse, request: Request, arrival_s: float) -> Ask:
-    model = service.check_model(body.model)
-    params = _held_to_tools(_params(body), tools)
-    script = parse_script(body.script, is_enabled=service.settings.enable_scripts)
-    text = await service.in_tokenizer(
-        render_prompt,
-        service.require_chat_template(),
+@dataclass(frozen=True, slots=True)
+class Chat:
+    """A conversation that is ready to be answered."""
+
+    job: Job
+    tools: ToolUse
+
+
+async def prepare(service: Service, body: ChatRequest, request: Request, *, kind: str = "chatcmpl") -> Chat:
+    """Everything up to the engine. `kind` starts the id. Raises what the client is to be told."""
+    arrival_s = time.monotonic()
+    body.refuse_unsupported()
+    tools = tool_use(body)
+    ask = await _ask(service, body, tools, request, arrival_s)
+    return Chat(await service.prepare(replace(ask, kind=kind)), tools)
+
+
+def prompt_text(template: ChatTemplate, body: ChatRequest, tools: ToolUse) -> str:
+    """The conversation as the model sees it; for a long one it takes its time."""
+    return render_prompt(
+        template,
         body.messages,
         tools=tools.definitions,
         add_generation_prompt=body.add_generation_prompt is not False,
         continue_final_message=bool(body.continue_final_message),
         variables=body.chat_template_kwargs or {},
     )
+
+
+async def _ask(service: Service, body: ChatRequest, tools: ToolUse, request: Request, arrival_s: float) -> Ask:
+    model = service.check_model(body.model)
+    params = _held_to_tools(_params(body), tools)
+    script = parse_script(body.script, is_enabled=service.settings.enable_scripts)
+    text = await service.in_tokenizer(prompt_text, service.require_chat_template(), body, tools)
     await service.in_tokenizer(tools.compile, service.engine)
     return Ask(
         kind="chatcmpl",
@@ -162,7 +180,7 @@ class _Writer:
     def whole(self, index: int, output: RequestOutput) -> ChatChoice:
         reason = shown_reason(output)
         assert reason is not None
-        text, calls = self._tools.read(output.text, reason)
+        text, calls = assembled(self._tools.parts(output.text, reason))
         return ChatChoice(
             index=index,
             message=_message(text, calls),

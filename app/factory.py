@@ -12,8 +12,11 @@ from app import chat, completions, errors, logs, models, ops
 from app.access import RecordRequests
 from app.auth import Authentication
 from app.faults import FaultInjection
+from app.messages import routes as messages
+from app.messages.errors import AnthropicErrors
 from app.middleware import BodyLimits, ReaderLimit, RequestIdEcho
 from app.openapi import openapi
+from app.responses import routes as responses
 from app.service import Service, package_version
 from app.settings import Settings
 from core import EMBEDDED_MODEL, Engine, load_engine
@@ -49,7 +52,7 @@ def create_app(settings: Settings | None = None, engine: Engine | None = None) -
     # No redirects between /x and /x/: a scraper that is sent elsewhere gives up.
     app = FastAPI(title="Octavo", version=package_version(), lifespan=lifespan, redirect_slashes=False)
     app.root_path = settings.root_path  # requests may have it before their path, or not: proxies do either
-    for module in (completions, chat, models, ops):
+    for module in (completions, chat, responses, messages, models, ops):
         app.include_router(module.router)
     errors.install(app)
     app.openapi = lambda: openapi(app)  # type: ignore[method-assign]
@@ -65,6 +68,7 @@ def _add_middlewares(app: FastAPI, settings: Settings) -> None:
         app.add_middleware(Authentication, keys=settings.api_keys, protect_metrics=settings.protect_metrics)
     app.add_middleware(BodyLimits, max_bytes=settings.max_body_bytes, timeout_s=settings.body_timeout)
     app.add_middleware(errors.Answer500)
+    app.add_middleware(AnthropicErrors)
     app.add_middleware(RecordRequests)
     app.add_middleware(RequestIdEcho)
     app.add_middleware(

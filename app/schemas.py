@@ -8,7 +8,8 @@ not set is not there, a field set to None is null.
 """
 
 import logging
-from typing import Annotated, Any, Literal, Self
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, WithJsonSchema
 
@@ -56,9 +57,11 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
 }
 # Fields of OpenAI's that ask nothing of an engine: labels, bookkeeping, hints.
 HARMLESS = {
+    "cache_control",
     "metadata",
     "prompt_cache_key",
     "prompt_cache_retention",
+    "reasoning",
     "reasoning_effort",
     "safety_identifier",
     "service_tier",
@@ -72,12 +75,13 @@ _MAX_LOGGED_FIELDS = 1000  # names come from clients: their memory is bounded
 
 class StrictModel(BaseModel):
     model_config = ConfigDict(strict=True, extra="allow", allow_inf_nan=False)
+    unsupported_fields: ClassVar[Mapping[str, tuple[Any, ...]]] = UNSUPPORTED
 
     def refuse_unsupported(self) -> Self:
         """Raise ApiError for a known field that we do not honour; log unknown ones once per process."""
         for name, value in (self.model_extra or {}).items():
-            if name in UNSUPPORTED:
-                if value is not None and value not in UNSUPPORTED[name]:
+            if name in self.unsupported_fields:
+                if value is not None and value not in self.unsupported_fields[name]:
                     raise unsupported(name)
             elif name not in HARMLESS and name not in _logged_fields and len(_logged_fields) < _MAX_LOGGED_FIELDS:
                 _logged_fields.add(name)

@@ -10,7 +10,7 @@ import asyncio
 import json
 import logging
 import secrets
-from collections.abc import AsyncGenerator, Coroutine, Iterator, Mapping
+from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator, Mapping
 from contextlib import aclosing, suppress
 from typing import Any, Protocol, TypeVar
 
@@ -80,12 +80,24 @@ async def chunk_events(run: Run, writer: ChunkWriter, options: StreamOptions) ->
 
 
 class EventStream(Response):
-    """Sends what a generator of bytes yields, ready-made events or comments; [DONE] is added at the end."""
+    """Sends what a generator of bytes yields, ready-made events or comments, and `end` behind them.
 
-    def __init__(self, events: AsyncGenerator[bytes, None], headers: Mapping[str, str]) -> None:
+    `failure` writes what tells the client of an exception that comes when the stream has begun.
+    """
+
+    def __init__(
+        self,
+        events: AsyncGenerator[bytes, None],
+        headers: Mapping[str, str],
+        *,
+        failure: Callable[[Exception], bytes] = error_event,
+        end: bytes = DONE,
+    ) -> None:
         super().__init__(headers={**HEADERS, **headers}, media_type="text/event-stream")
         del self.headers["content-length"]  # of the empty body that Response assumed
         self._events = events
+        self._failure = failure
+        self._end = end
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         with suppress(ClientGone):
@@ -100,7 +112,7 @@ class EventStream(Response):
                         await self._start(send)
                         is_started = True
                     await send({"type": "http.response.body", "body": data, "more_body": True})
-                end = DONE
+                end = self._end
             except ClientGone:
                 raise
             except Exception as error:
@@ -108,7 +120,7 @@ class EventStream(Response):
                     raise
                 told = as_api_error(error)
                 logger.warning("stream ends with an error: %s", told, exc_info=None if told is error else error)
-                end = error_event(error) + DONE
+                end = self._failure(error) + self._end
         await send({"type": "http.response.body", "body": end, "more_body": False})
 
     async def _start(self, send: Send) -> None:

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from app.hermes import CallReader, grammar
-from app.parts import ArgumentsReader, Call, PartReader, TextReader, assembled
+from app.parts import ArgumentsReader, Part, PartReader, TextReader
 from app.schemas import ChatFinishReason, ChatRequest, FinishReason, FunctionDefinition, NamedToolChoice, Tool
 from core import Engine, InvalidRequest, StructuredOutput
 
@@ -78,10 +78,10 @@ class ToolUse:
         """Reads one choice's text as it comes."""
         return self._reader(announces_early=True)
 
-    def read(self, text: str, reason: FinishReason) -> tuple[str, list[Call]]:
-        """Text and calls of a whole choice: a call that is not there as a whole counts only where the limit cut it."""
+    def parts(self, text: str, reason: FinishReason) -> list[Part]:
+        """A whole choice's: a call that is not there as a whole counts only where the limit cut it."""
         reader = self._reader(announces_early=reason == "length")
-        return assembled([*reader.feed(text), *reader.finish()])
+        return [*reader.feed(text), *reader.finish()]
 
     def _reader(self, *, announces_early: bool) -> PartReader:
         if self.choice == "none":

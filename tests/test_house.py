@@ -54,6 +54,7 @@ HEAVY = {
     "huggingface_hub",
     "llguidance",
     "openai",
+    "anthropic",
 }
 # Modules that only a function imports: they may import heavy packages, as nobody imports them at start.
 LATE = {"core.tokenizer_files", "core.tokenizer_gguf"}

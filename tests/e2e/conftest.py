@@ -30,6 +30,13 @@ def tiny(logs: Path) -> Iterator[LiveServer]:
 
 
 @pytest.fixture(scope="session")
+def scripted(logs: Path) -> Iterator[LiveServer]:
+    """The same, and it takes scripts."""
+    with serving(logs, "--enable-scripts") as server:
+        yield server
+
+
+@pytest.fixture(scope="session")
 def smollm2(logs: Path, smollm2_path: Path) -> Iterator[LiveServer]:
     """SmolLM2 behind its short name, from the directory that it was pulled to."""
     with serving(logs, "smollm2", "--cache-dir", str(smollm2_path.parent)) as server:

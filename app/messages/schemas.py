@@ -1,0 +1,59 @@
+"""The shape of requests to /v1/messages; what generation needs besides is as in completions and chat."""
+
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import BaseModel, Field
+
+from app.schemas import MAX_TOOLS, UNSUPPORTED, FunctionName, GenerationRequest, StrictModel
+
+Content = str | list[dict[str, Any]]
+
+
+class Message(StrictModel):
+    role: Literal["user", "assistant"]
+    content: Content
+
+
+class CustomTool(StrictModel):
+    type: Literal["custom"] | None = None
+    name: FunctionName
+    description: str | None = None
+    input_schema: dict[str, Any]
+    strict: bool | None = None
+
+
+class MessagesToolChoice(StrictModel):
+    type: Literal["auto", "any", "tool", "none"]
+    name: str | None = None
+    disable_parallel_tool_use: bool | None = None
+
+
+class OutputConfig(StrictModel):
+    format: dict[str, Any] | None = None
+
+
+class CountTokensRequest(GenerationRequest):
+    unsupported_fields: ClassVar[Mapping[str, tuple[Any, ...]]] = {
+        **UNSUPPORTED,
+        "container": (),
+        "context_management": (),
+        "mcp_servers": ([],),
+        "output_format": (),
+        "thinking": ({"type": "disabled"},),
+    }
+
+    messages: Annotated[list[Message], Field(min_length=1)]
+    system: Content | None = None
+    tools: Annotated[list[CustomTool], Field(max_length=MAX_TOOLS)] | None = None
+    tool_choice: MessagesToolChoice | None = None
+    output_config: OutputConfig | None = None
+
+
+class MessagesRequest(CountTokensRequest):
+    max_tokens: int  # required, as clients know
+    stop_sequences: list[str] | None = None
+
+
+class TokenCount(BaseModel):
+    input_tokens: int

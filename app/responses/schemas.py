@@ -1,0 +1,51 @@
+"""The shape of requests to /v1/responses; what generation needs besides is as in completions and chat."""
+
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import Field
+
+from app.schemas import MAX_TOOLS, UNSUPPORTED, FunctionName, GenerationRequest, StrictModel
+
+
+class FunctionTool(StrictModel):
+    type: Literal["function"]
+    name: FunctionName
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class NamedTool(StrictModel):
+    type: Literal["function"]
+    name: str
+
+
+class TextOptions(StrictModel):
+    format: dict[str, Any] | None = None
+
+
+class ResponsesRequest(GenerationRequest):
+    unsupported_fields: ClassVar[Mapping[str, tuple[Any, ...]]] = {
+        **UNSUPPORTED,
+        "background": (False,),
+        "context_management": ([],),
+        "conversation": (),
+        "include": ([],),
+        "logprobs": (False,),
+        "max_tool_calls": (),
+        "previous_response_id": (),
+        "prompt": (),
+        "response_format": (),
+        "top_logprobs": (0,),
+        "truncation": ("disabled",),
+    }
+
+    input: str | list[dict[str, Any]]
+    instructions: str | None = None
+    max_output_tokens: int | None = None
+    text: TextOptions | None = None
+    tools: Annotated[list[FunctionTool], Field(max_length=MAX_TOOLS)] | None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
+    parallel_tool_calls: bool | None = None
+    metadata: dict[str, str] | None = None
