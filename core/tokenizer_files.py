@@ -85,6 +85,10 @@ class VocabularyTokenizer:
     def decode(self, token_ids: Iterable[int]) -> str:
         return decode_whole(self, token_ids)
 
+    def to_json(self) -> str:
+        """What its tokenizer.json would hold."""
+        return self._tokenizer.to_str()
+
     def _find_bytes(self, token_id: int) -> bytes:
         if token_id in self._added:
             return self._added[token_id]
