@@ -402,6 +402,8 @@ class Request:
         wanted = max(self.num_speculative_tokens, self.num_predicted_tokens)
         if self.script is not None:
             wanted = len(self.script.group_at(self.num_output_tokens)) - 1
+        if wanted == 0:
+            return 0
         return max(0, min(wanted, self.max_tokens - self.num_output_tokens - 1))
 
     def block_hashes(self, block_size: int, num_blocks: int) -> list[bytes]:

@@ -37,22 +37,22 @@ class ScheduledRequest:
     @property
     def catches_up(self) -> bool:
         """True if all its known tokens are computed after this step, so that the last row's logits say the next."""
-        return self.end == self.request.num_tokens
+        return self.start + self.num_tokens == len(self.request.token_ids)
 
     @property
     def born_siblings(self) -> tuple[Request, ...]:
         """Further samples of its prompt that go their own ways from this step on."""
-        return tuple(self.request.siblings) if self.catches_up else ()
+        return tuple(self.request.siblings) if self.request.siblings and self.catches_up else ()
 
     @property
     def yields_token(self) -> bool:
         """True if the step ends with a token for it: it catches up, and may have one."""
-        return self.catches_up and self.request.max_tokens > 0
+        return self.request.max_tokens > 0 and self.catches_up
 
     @property
     def yielding_requests(self) -> tuple[Request, ...]:
         """Who gets a token from this step: nobody, or the request with those siblings that are born by it."""
-        return (self.request, *self.born_siblings) if self.yields_token else ()
+        return (self.request, *self.request.siblings) if self.yields_token else ()
 
     @property
     def scored_positions(self) -> range:

@@ -127,18 +127,22 @@ class BlockManager:
         if num_tokens < 0:
             raise ValueError(f"num_tokens is {num_tokens}, at least 0 is needed")
         table = self._table(request_id)
-        total = self._num_tokens[request_id] + num_tokens
-        must_copy = num_tokens > 0 and self._writes_shared_block(request_id)
+        used = self._num_tokens[request_id]
+        total = used + num_tokens
+        writes_partial = used % self.block_size != 0 and num_tokens > 0
+        must_copy = writes_partial and self.pool.ref_count(table[-1]) > 1
         num_new = blocks_needed(total, self.block_size) - len(table)
         if num_new + must_copy > self.pool.num_free_blocks:
             return None
         taken = [self._copy_last_block(table)] if must_copy else []
-        if num_tokens > 0 and not must_copy and self._has_partial_block(request_id):
+        if writes_partial and not must_copy:
             # After a truncate, or a hit on more than it needed, it writes over contents that were published.
             self.pool.forget(table[-1])
+        self._num_tokens[request_id] = total
+        if num_new == 0:
+            return taken
         fresh = [self.pool.take() for _ in range(num_new)]
         table.extend(fresh)
-        self._num_tokens[request_id] = total
         return taken + fresh
 
     def max_append(self, request_id: Hashable) -> int:

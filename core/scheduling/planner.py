@@ -13,7 +13,8 @@ computes it once.
 """
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterable
+from itertools import islice
 
 from core.errors import InvariantViolation
 from core.memory.block_manager import BlockManager, blocks_needed
@@ -33,6 +34,8 @@ _UNLIMITED = 2**63
 class _Share:
     """One request's part of a plan in the making."""
 
+    __slots__ = ("num_draft_catch_up", "num_draft_slots", "num_tokens", "request")
+
     def __init__(self, request: Request, num_tokens: int) -> None:
         self.request = request
         self.num_tokens = num_tokens
@@ -46,7 +49,7 @@ class _Share:
     @property
     def may_draft(self) -> bool:
         """Siblings about to be born have one row of logits for all."""
-        return self.yields_token and not self.request.siblings and self.request.num_drafts_wanted > 0
+        return self.request.num_drafts_wanted > 0 and self.yields_token and not self.request.siblings
 
     @property
     def draft_lag(self) -> int:
@@ -137,8 +140,10 @@ class StepPlanner:
 
     def reserve(self, request: Request, num_tokens: int) -> int:
         """Reserve slots for that many tokens, or for as many as there is room for; returns how many."""
-        num_tokens = min(num_tokens, self._manager.max_append(request.request_id))
-        if num_tokens and self._manager.append(request.request_id, num_tokens) is None:
+        if num_tokens == 0 or self._manager.append(request.request_id, num_tokens) is not None:
+            return num_tokens
+        num_tokens = self._manager.max_append(request.request_id)
+        if self._manager.append(request.request_id, num_tokens) is None:
             raise InvariantViolation(f"{num_tokens} tokens of {request!r} do not fit where they should")
         return num_tokens
 
@@ -153,23 +158,23 @@ class StepPlanner:
                 break
             if request.status is not RequestStatus.RUNNING:
                 continue  # preempted by an older one
-            num_tokens = self._reserve_catch_up(request, running[i + 1 :])
+            num_tokens = self._reserve_catch_up(request, islice(running, i + 1, None))
             while num_tokens == 0:
                 preempted.append(self._preempt_one())
                 if request.status is not RequestStatus.RUNNING:
                     break  # it was the youngest itself
-                num_tokens = self._reserve_catch_up(request, running[i + 1 :])
+                num_tokens = self._reserve_catch_up(request, islice(running, i + 1, None))
             if num_tokens:
                 self._take_in(request, num_tokens)
         return preempted
 
-    def _reserve_catch_up(self, request: Request, younger: Sequence[Request]) -> int:
+    def _reserve_catch_up(self, request: Request, younger: Iterable[Request]) -> int:
         num_tokens = min(request.num_missing_tokens, self._budget)
         if num_tokens > 1:
             num_tokens = min(num_tokens, self._room_beside(request, younger))
         return self.reserve(request, num_tokens)
 
-    def _room_beside(self, request: Request, younger: Sequence[Request]) -> int:
+    def _room_beside(self, request: Request, younger: Iterable[Request]) -> int:
         """Tokens it can have so that nobody younger gives way for a chunk that could have been shorter; at least 1."""
         manager = self._manager
         still_running = (r.request_id for r in younger if r.status is RequestStatus.RUNNING)
@@ -179,7 +184,8 @@ class StepPlanner:
     def _take_in(self, request: Request, num_tokens: int) -> None:
         self._shares.append(_Share(request, num_tokens))
         self._budget -= num_tokens
-        self._in_flight.update(self._blocks_being_computed(request, num_tokens))
+        if request.num_computed_tokens < request.num_prompt_tokens:
+            self._in_flight.update(self._blocks_being_computed(request, num_tokens))
 
     def _preempt_one(self) -> str:
         running = self._queues.running
@@ -286,18 +292,17 @@ class StepPlanner:
         start, end = request.num_computed_tokens // size, (request.num_computed_tokens + num_tokens) // size
         if not self._shares_prefixes or request.is_unshareable or start == end:
             return []
-        if request.num_computed_tokens >= request.num_prompt_tokens:
-            return []
         return request.block_hashes(size, end)[start:]
 
     # Drafts
 
     def _plan_drafts(self) -> str:
         """Catch-up of the draft model and draft slots, oldest first; returns the policy's reason."""
-        candidates = [s.request for s in self._shares if s.may_draft and s.request.script is None]
-        choice = self._drafting.choose(candidates, len(self._shares))
+        candidates = [s for s in self._shares if s.may_draft]
+        unscripted = [s.request for s in candidates if s.request.script is None]
+        choice = self._drafting.choose(unscripted, len(self._shares))
         draft_budget = self._token_limit
-        for share in self._shares:
+        for share in self._shares if self._drafting.uses_draft_model else candidates:
             num_drafts = self._num_drafts(share, choice)
             if self._is_followed(share, choice, num_drafts):
                 share.num_draft_catch_up = min(share.draft_lag, draft_budget)

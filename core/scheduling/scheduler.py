@@ -251,7 +251,8 @@ class ContinuousBatchingScheduler:
     def _advance(self, scheduled: ScheduledRequest, result: ModelRunnerOutput) -> list[Request]:
         """Advance one request; returns it and its siblings, if this step bore them."""
         request, yielding, born = scheduled.request, scheduled.yielding_requests, scheduled.born_siblings
-        self._record_prompt_logprobs(scheduled, result)
+        if result.prompt_logprobs or request.params.num_prompt_logprobs is not None:
+            self._record_prompt_logprobs(scheduled, result)
         request.num_computed_tokens = scheduled.end
         if born:
             request.siblings = []
@@ -264,11 +265,12 @@ class ContinuousBatchingScheduler:
             self._append(scheduled, member, result.sampled.get(member.request_id))
         if not yielding and request.request_id in result.sampled:
             raise InvariantViolation(f"{request!r} yields no token, yet the runner returned one")
-        if scheduled.catches_up and not yielding:
+        if not yielding and scheduled.catches_up:
             self._finish_empty([request, *born])
-        self._advance_draft(request, result)
-        # Rejected drafts give their slots back.
-        self.block_manager.truncate(request.request_id, request.num_computed_tokens)
+        if request.request_id in result.draft_computed:
+            self._advance_draft(request, result.draft_computed[request.request_id])
+        if scheduled.num_draft_slots:  # those rejected give their slots back
+            self.block_manager.truncate(request.request_id, request.num_computed_tokens)
         self._publish(request)
         return [request, *born]
 
@@ -288,19 +290,23 @@ class ContinuousBatchingScheduler:
         """Give a request its new tokens, one at a time."""
         if sampled is None:
             raise InvariantViolation(f"{request!r} should have yielded a token")
-        if sampled.num_accepted_tokens > scheduled.num_draft_slots:
+        num_accepted = sampled.num_accepted_tokens
+        if num_accepted > scheduled.num_draft_slots:
             raise InvariantViolation(f"{request!r} accepted more drafts than it had slots")
         tracker, num_before = self._trackers[request.request_id], request.num_tokens
-        request.num_computed_tokens += sampled.num_accepted_tokens
-        logprobs = sampled.logprobs or [None] * len(sampled.token_ids)
-        for token_id, token_logprobs in zip(sampled.token_ids, logprobs, strict=True):
-            tracker.append(token_id, token_logprobs)
-            if request.is_finished:
-                break
-        self._outputs.append(tracker.take_output(sampled.outcome(request.num_tokens - num_before)))
+        request.num_computed_tokens += num_accepted
+        if num_accepted == 0 and not sampled.logprobs:
+            tracker.append(sampled.token_ids[0])
+        else:
+            logprobs = sampled.logprobs or [None] * len(sampled.token_ids)
+            for token_id, token_logprobs in zip(sampled.token_ids, logprobs, strict=True):
+                tracker.append(token_id, token_logprobs)
+                if request.is_finished:
+                    break
+        drafts = sampled.outcome(request.num_tokens - num_before) if sampled.num_draft_tokens else None
+        self._outputs.append(tracker.take_output(drafts))
 
-    def _advance_draft(self, request: Request, result: ModelRunnerOutput) -> None:
-        computed = result.draft_computed.get(request.request_id, request.num_draft_computed_tokens)
+    def _advance_draft(self, request: Request, computed: int) -> None:
         # The draft model ran over drafts that may have been rejected.
         request.num_draft_computed_tokens = min(computed, request.num_computed_tokens)
 
@@ -310,7 +316,7 @@ class ContinuousBatchingScheduler:
             return
         manager = self.block_manager
         # A stop inside an accepted run leaves tokens with KV that the request does not have.
-        num_full = min(request.num_computed_tokens, request.num_tokens) // manager.block_size
+        num_full = min(request.num_computed_tokens, len(request.token_ids)) // manager.block_size
         if num_full > request.num_published_blocks:
             hashes = request.block_hashes(manager.block_size, num_full)
             manager.publish(request.request_id, hashes)

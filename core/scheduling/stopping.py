@@ -53,7 +53,11 @@ class StopTracker:
 
     def __init__(self, request: Request, max_model_len: int | None = None) -> None:
         self._request = request
-        self._max_model_len = max_model_len
+        params = request.params
+        self._end_ids = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else request.eos_token_ids)
+        most = request.num_prompt_tokens + request.max_tokens
+        self._most_tokens = most if max_model_len is None else min(most, max_model_len)
+        self._holds_back = bool(params.stop) or request.constraint is not None
         self._held_text = ""
         self._held: list[_HeldToken] = []
         self._ready: list[OutputToken] = []
@@ -64,14 +68,20 @@ class StopTracker:
         """Take one token; afterwards `request.is_finished` may be true, and then nothing more may be appended."""
         request = self._request
         request.token_ids.append(token_id)
-        may_stop = request.num_output_tokens > request.params.min_tokens
-        if may_stop and self._ends_by_id(token_id):
-            self._hold(token_id, "", logprobs)
+        may_stop = len(request.token_ids) > request.num_prompt_tokens + request.params.min_tokens
+        if may_stop and token_id in self._end_ids:
+            self._hold(token_id, "", logprobs, is_closed=True)
             is_eos = token_id in request.eos_token_ids and token_id not in request.params.stop_token_ids
             self._finish(FinishReason.STOP, None if is_eos else token_id)
             return
+        text, is_closed = self._decode(token_id)
+        if is_closed and not self._held and not self._holds_back and not self._is_at_limit():
+            # What nearly every token is: whole text that no stop can reach.
+            self._ready.append(OutputToken(token_id, text, logprobs))
+            self._ready_text += text
+            return
         num_seen = len(self._held_text)
-        self._hold(token_id, self._decode(token_id), logprobs)
+        self._hold(token_id, text, logprobs, is_closed=is_closed)
         match = find_stop(self._held_text, request.params.stop, num_seen) if may_stop else None
         if match is not None:
             self._finish_at(*match)
@@ -82,25 +92,18 @@ class StopTracker:
         else:
             self._let_go()
 
-    def _ends_by_id(self, token_id: int) -> bool:
-        params = self._request.params
-        if token_id in params.stop_token_ids:
-            return True
-        return token_id in self._request.eos_token_ids and not params.ignore_eos
-
     def _is_at_limit(self) -> bool:
-        request = self._request
-        at_context_end = self._max_model_len is not None and request.num_tokens >= self._max_model_len
-        return request.num_output_tokens >= request.max_tokens or at_context_end
+        return len(self._request.token_ids) >= self._most_tokens
 
-    def _decode(self, token_id: int) -> str:
+    def _decode(self, token_id: int) -> tuple[str, bool]:
+        """The token's text, and whether it leaves no character open."""
         decoder = self._request.decoder
-        return "" if decoder is None else decoder.decode(token_id)
+        if decoder is None:
+            return "", True
+        return decoder.decode(token_id), not decoder.is_open
 
-    def _hold(self, token_id: int, text: str, logprobs: TokenLogprobs | None) -> None:
+    def _hold(self, token_id: int, text: str, logprobs: TokenLogprobs | None, *, is_closed: bool) -> None:
         self._held_text += text
-        decoder = self._request.decoder
-        is_closed = decoder is None or not decoder.is_open
         self._held.append(_HeldToken(OutputToken(token_id, text, logprobs), len(self._held_text), is_closed))
 
     def _let_go(self) -> None:
@@ -152,24 +155,25 @@ class StopTracker:
         """What may leave now, as a delta, with what became of the step's drafts; it is handed over."""
         request = self._request
         output = RequestOutput(
-            request_id=request.request_id,
-            text=self._ready_text,
-            tokens=tuple(self._ready),
-            num_prompt_tokens=request.num_prompt_tokens,
-            num_cached_tokens=request.num_cached_tokens,
-            num_generated_tokens=request.num_output_tokens,
+            request.request_id,
+            self._ready_text,
+            tuple(self._ready),
+            request.num_prompt_tokens,
+            request.num_cached_tokens,
+            request.num_output_tokens,
             finish_reason=request.finish_reason,
             stop_reason=request.stop_reason,
             error=request.error,
             is_refused=request.is_refused,
             drafts=drafts,
-            prompt_logprobs=self._take_prompt_logprobs(),
+            prompt_logprobs=None if request.params.num_prompt_logprobs is None else self._take_prompt_logprobs(),
         )
         self._ready, self._ready_text = [], ""
         return output
 
     def _take_prompt_logprobs(self) -> tuple[TokenLogprobs, ...] | None:
-        """The prompt's log-probabilities for the first output, None for the others and where nobody asked."""
-        is_wanted = self._request.params.num_prompt_logprobs is not None and not self._has_told_prompt
+        """The prompt's log-probabilities for the first output, None for the others."""
+        if self._has_told_prompt:
+            return None
         self._has_told_prompt = True
-        return tuple(self._request.prompt_logprobs) if is_wanted else None
+        return tuple(self._request.prompt_logprobs)
