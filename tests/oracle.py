@@ -377,7 +377,7 @@ def total_variation(one: Mapping[tuple[int, ...], float], other: Mapping[tuple[i
 def chi_square(counts: NDArray[np.integer], law: Doubles) -> float:
     """How much too far counts are from a law: Pearson's statistic over its limit at 1e-4, so that more than 1 fails.
 
-    Outcomes expected fewer than 5 times are put together. The limit is Wilson and Hilferty's (1931).
+    Outcomes expected fewer than 5 times are put together.
     """
     counts, expected = np.asarray(counts).ravel(), np.asarray(law).ravel() * counts.sum()
     assert not counts[expected == 0].any(), "something came that cannot"
@@ -385,6 +385,9 @@ def chi_square(counts: NDArray[np.integer], law: Doubles) -> float:
     observed = np.append(counts[~is_rare], counts[is_rare].sum())
     wanted = np.append(expected[~is_rare], expected[is_rare].sum())
     observed, wanted = observed[wanted > 0], wanted[wanted > 0]
-    freedom = max(1, len(wanted) - 1)
-    limit = freedom * (1 - 2 / (9 * freedom) + 3.719 * np.sqrt(2 / (9 * freedom))) ** 3
-    return float(((observed - wanted) ** 2 / wanted).sum() / limit)
+    return float(((observed - wanted) ** 2 / wanted).sum() / chi_square_limit(max(1, len(wanted) - 1)))
+
+
+def chi_square_limit(freedom: int) -> float:
+    """What a chi-square variable passes with chance 1e-4 (Wilson and Hilferty 1931)."""
+    return float(freedom * (1 - 2 / (9 * freedom) + 3.719 * np.sqrt(2 / (9 * freedom))) ** 3)

@@ -78,6 +78,7 @@ class Served:
     num_preemptions: int = 0
     num_drafts: int = 0
     num_accepted: int = 0
+    drafted_and_accepted: list[tuple[int, int]] = field(default_factory=list)  # of each request and step with drafts
     first_accepted: dict[str, int] = field(default_factory=dict)  # in each request's first step that gave tokens
 
     def ids(self, request_id: str) -> list[int]:
@@ -149,6 +150,8 @@ def serve(
         served.num_drafts += sum(sampled.num_draft_tokens for sampled in result.sampled.values())
         served.num_accepted += sum(sampled.num_accepted_tokens for sampled in result.sampled.values())
         for request_id, sampled in result.sampled.items():
+            if sampled.num_draft_tokens:
+                served.drafted_and_accepted.append((sampled.num_draft_tokens, sampled.num_accepted_tokens))
             served.first_accepted.setdefault(request_id, sampled.num_accepted_tokens)
         return result
 
