@@ -67,6 +67,28 @@ SPECULATION_COUNTERS = {
     "vllm:spec_decode_num_draft_tokens": ("Draft tokens proposed.", "num_draft_tokens"),
     "vllm:spec_decode_num_accepted_tokens": ("Draft tokens accepted, the bonus token excluded.", "num_accepted_tokens"),
 }
+# Beside vLLM's: what became of drafts and why there were so many.
+SPECULATION_GAUGES = {
+    "octavo:spec_decode_acceptance_rate": (
+        "Accepted by drafted tokens over the last steps that drafted.",
+        "acceptance_rate",
+    ),
+    "octavo:spec_decode_mean_accepted": (
+        "Accepted tokens a draft that was drawn from a law, over the last steps.",
+        "mean_accepted",
+    ),
+    "octavo:spec_decode_mean_accepted_bound": (
+        "What no rule could have passed on the same drafts.",
+        "mean_accepted_bound",
+    ),
+}
+SPECULATION_HISTOGRAMS = {
+    "draft_tokens": ("octavo:spec_decode_chosen_draft_tokens", "Draft tokens allowed, by request and step."),
+    "acceptance_length": (
+        "octavo:spec_decode_acceptance_length",
+        "Tokens of a verification, the bonus token included.",
+    ),
+}
 HISTOGRAMS = {
     "time_to_first_token_seconds": "From arrival to the first token.",
     "inter_token_latency_seconds": "Between outputs of one request.",
@@ -130,9 +152,10 @@ class EngineCollector(Collector):
         yield self._rejections()
         if engine.config.speculative is not None:
             yield from self._speculation(stats)
+            yield from self._outlook(stats, engine.config.speculative.num_speculative_tokens)
         for name, histogram in stats.histograms.items():
             if name in HISTOGRAMS:
-                yield self._histogram(name, HISTOGRAMS[name], histogram)
+                yield self._histogram(f"vllm:{name}", HISTOGRAMS[name], histogram)
         if self._has_legacy_names:
             yield from self._legacy(stats)
 
@@ -165,8 +188,23 @@ class EngineCollector(Collector):
         per_position = {str(position): number for position, number in enumerate(stats.accepted_per_position)}
         name = "vllm:spec_decode_num_accepted_tokens_per_pos"
         yield self._counter_by(name, "Accepted draft tokens by position.", "position", per_position)
-        text = "Accepted by drafted tokens over the last steps that drafted."
-        yield self._gauge("octavo:spec_decode_acceptance_rate", text, stats.acceptance_rate)
+        for name, (text, attribute) in SPECULATION_GAUGES.items():
+            yield self._gauge(name, text, getattr(stats, attribute))
+        for key, (name, text) in SPECULATION_HISTOGRAMS.items():
+            yield self._histogram(name, text, stats.histograms[key])
+
+    def _outlook(self, stats: EngineStats, num_drafts: int) -> Iterator[Metric]:
+        """Why so many drafts: what they cost and promise. 0 until it is measured, and where the number is fixed."""
+        text = "Steps by the reason for their number of drafts."
+        yield self._counter_by("octavo:spec_decode_steps", text, "reason", stats.draft_steps)
+        outlook = stats.draft_outlook
+        text = "A draft step in steps of the target without drafts."
+        yield self._gauge("octavo:spec_decode_draft_cost", text, outlook.draft_cost if outlook else 0.0)
+        costs = {str(k): outlook.verification_costs.get(k, 0.0) if outlook else 0.0 for k in range(1, num_drafts + 1)}
+        text = "A step that verifies so many drafts of each request, in steps without drafts."
+        yield self._gauge_by("octavo:spec_decode_verification_cost", text, "draft_tokens", costs)
+        text = "Tokens per second that the chosen drafts promise, by those without drafts."
+        yield self._gauge("octavo:spec_decode_expected_gain", text, outlook.expected_gain if outlook else 0.0)
 
     def _rejections(self) -> Metric:
         family = CounterMetricFamily(
@@ -210,10 +248,10 @@ class EngineCollector(Collector):
         yield self._counter("vllm:gpu_prefix_cache_queries", "An old name.", stats.prefix_cache_queries)
         yield self._counter("vllm:gpu_prefix_cache_hits", "An old name.", stats.prefix_cache_hits)
         gaps = stats.histograms["inter_token_latency_seconds"]
-        yield self._histogram("time_per_output_token_seconds", "An old name.", gaps)
+        yield self._histogram("vllm:time_per_output_token_seconds", "An old name.", gaps)
 
     def _histogram(self, name: str, text: str, histogram: Histogram) -> Metric:
-        family = HistogramMetricFamily(f"vllm:{name}", text, labels=LABELS)
+        family = HistogramMetricFamily(name, text, labels=LABELS)
         buckets, cumulated = [], 0
         for edge, count in zip((*map(str, histogram.edges), "+Inf"), histogram.counts, strict=True):
             cumulated += count

@@ -13,6 +13,8 @@ from core.errors import InvalidRequest
 EMBEDDED_MODEL = "octavo-tiny"
 DEFAULT_KV_SHARE = 0.25  # of the memory limit, when neither blocks nor bytes are given
 MAX_DEFAULT_KV_BYTES = 2 * 2**30
+MAX_SPECULATIVE_TOKENS = 16
+DEFAULT_MAX_DRAFTING = 8  # requests in a step, where the number of drafts is fixed
 PREEMPTION_MODES = ("recompute", "swap", "auto")
 DEFAULT_SWAP_BYTES = 2**30
 _CGROUP = Path("/sys/fs/cgroup")
@@ -24,10 +26,12 @@ class SpeculativeConfig:
 
     Args:
         method: `draft_model`, or `ngram`, which looks the last tokens up in what has been said before.
-        num_speculative_tokens: drafts a step, at most.
+        num_speculative_tokens: drafts of a request and step; with `adaptive`, at most.
+        adaptive: choose the number by what drafts cost and bring, 0 included (`core.scheduling.draft_controller`).
         model: the draft model, as `EngineConfig.model`; None for the embedded pair's.
         prompt_lookup_min, prompt_lookup_max: tokens that must be found again, longest first (`ngram`).
-        disable_by_batch_size: with more requests than this in a step nobody drafts: rows are no longer free then.
+        disable_by_batch_size: with more requests than this in a step nobody drafts; None for no limit, or 8 if the
+            number is fixed: rows are no longer free then.
         verification: `block` or `token`, the rule for requests without a seed (see `core.decoding.speculative`).
     """
 
@@ -37,12 +41,19 @@ class SpeculativeConfig:
     prompt_lookup_min: int = 2
     prompt_lookup_max: int = 4
     verification: str = "block"
-    disable_by_batch_size: int = 8
+    disable_by_batch_size: int | None = None
+    adaptive: bool = True
 
     def __post_init__(self) -> None:
+        if self.disable_by_batch_size is None and not self.adaptive:
+            object.__setattr__(self, "disable_by_batch_size", DEFAULT_MAX_DRAFTING)
         for name in ("num_speculative_tokens", "prompt_lookup_min", "prompt_lookup_max", "disable_by_batch_size"):
-            if type(getattr(self, name)) is not int:  # it comes from JSON, where 2.5 and true are numbers too
-                raise InvalidRequest(f"{name} is {getattr(self, name)!r}, a whole number is needed", name)
+            value = getattr(self, name)
+            if type(value) is not int and (name, value) != ("disable_by_batch_size", None):
+                # It comes from JSON, where 2.5 and true are numbers too.
+                raise InvalidRequest(f"{name} is {value!r}, a whole number is needed", name)
+        if type(self.adaptive) is not bool:
+            raise InvalidRequest(f"adaptive is {self.adaptive!r}, allowed are true and false", "adaptive")
         if self.method not in ("draft_model", "ngram"):
             raise InvalidRequest(
                 f"speculative method is {self.method!r}, allowed are 'draft_model' and 'ngram'", "method"
@@ -51,7 +62,7 @@ class SpeculativeConfig:
             raise InvalidRequest(
                 f"verification is {self.verification!r}, allowed are 'block' and 'token'", "verification"
             )
-        if self.disable_by_batch_size < 1:
+        if self.disable_by_batch_size is not None and self.disable_by_batch_size < 1:
             raise InvalidRequest(
                 f"disable_by_batch_size is {self.disable_by_batch_size}, at least 1 is needed", "disable_by_batch_size"
             )
@@ -61,9 +72,10 @@ class SpeculativeConfig:
                 f" [1, prompt_lookup_max = {self.prompt_lookup_max}]",
                 "prompt_lookup_min",
             )
-        if not 1 <= self.num_speculative_tokens <= 16:
+        if not 1 <= self.num_speculative_tokens <= MAX_SPECULATIVE_TOKENS:
             raise InvalidRequest(
-                f"num_speculative_tokens is {self.num_speculative_tokens}, allowed is [1, 16]", "num_speculative_tokens"
+                f"num_speculative_tokens is {self.num_speculative_tokens}, allowed is [1, {MAX_SPECULATIVE_TOKENS}]",
+                "num_speculative_tokens",
             )
 
 

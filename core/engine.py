@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from core.block_hash import encode_salt
-from core.config import EngineConfig, SpeculativeConfig
+from core.config import EngineConfig
 from core.decoding.constraints import GrammarCompiler
 from core.errors import ContextLengthExceeded, EngineDead, InvalidRequest
 from core.memory.block_manager import BlockManager, blocks_needed
@@ -21,7 +21,7 @@ from core.memory.host_tier import HostTier
 from core.memory.prefix_ghost import PrefixGhost
 from core.model.config import ModelConfig
 from core.request import NewRequest, Request, RequestOutput, SamplingParams, StructuredOutput
-from core.scheduling.drafting import DraftPolicy, FixedDrafts
+from core.scheduling.draft_controller import draft_policy
 from core.scheduling.preemption import CostModel, always_swap
 from core.scheduling.scheduler import ContinuousBatchingScheduler
 from core.scripted import RequestScript, ScriptedRunner
@@ -92,6 +92,7 @@ class Engine:
         self._runner: Execute = ScriptedRunner(execute) if config.enable_scripts else execute
         self._grammars = GrammarCompiler(tokenizer)
         self._clock = clock
+        self._drafting = draft_policy(config.speculative, MAX_PREDICTED_DRAFTS)
         self._block_manager = BlockManager(config.num_kv_blocks, config.block_size)
         self._scheduler = ContinuousBatchingScheduler(
             config.max_num_seqs,
@@ -102,7 +103,7 @@ class Engine:
             enable_prefix_caching=config.enable_prefix_caching,
             tier=self._tier,
             ghost=self._ghost,
-            drafting=_draft_policy(config.speculative),
+            drafting=self._drafting,
             swaps=self._cost.prefers_swap if config.preemption_mode == "auto" else always_swap,
         )
         self._num_drafts = config.speculative.num_speculative_tokens if config.speculative else 0
@@ -294,6 +295,7 @@ class Engine:
         """
         self._raise_if_dead()
         self._executed.clear()
+        started_s = self._clock()
         known = {s.request_id: s for s in self._scheduler.unfinished_requests()}
         try:
             self._scheduler.step()
@@ -302,6 +304,9 @@ class Engine:
             raise
         outputs = self._scheduler.take_outputs()
         self._gather(outputs, known)
+        if len(self._executed) == 1:  # in steps that had to be repeated times say nothing
+            (executed,) = self._executed
+            self._drafting.observe(executed.plan, executed.result, self._clock() - started_s)
         self._refresh()
         return outputs
 
@@ -332,6 +337,7 @@ class Engine:
                 # What a stop cut off was not emitted, and the last token is never a draft's merit.
                 [s.request.num_tokens - s.end - 1 for s, _ in drafted],
             )
+            self._gatherer.drafts.on_bounds(list(executed.result.sampled.values()))
         for output in outputs:
             self._gatherer.on_output(known[output.request_id], output, now_s)
 
@@ -388,6 +394,7 @@ class Engine:
             kv_blocks_used=pool.num_used_blocks,
             kv_blocks_shared=pool.num_shared_blocks,
             kv_slots_wasted=self._block_manager.num_wasted_slots(),
+            draft_outlook=self._drafting.outlook,
             swap_slots_used=self._tier.num_used_slots if self._tier else 0,
             infinite_hit_rate=self._ghost.infinite_hit_rate if self._ghost else 0.0,
             doubled_hit_rate=self._ghost.doubled_hit_rate if self._ghost else 0.0,
@@ -398,9 +405,3 @@ class Engine:
 
 def _at_most(limit: int, asked: int | None) -> int:
     return limit if asked is None else min(limit, asked)
-
-
-def _draft_policy(config: SpeculativeConfig | None) -> DraftPolicy:
-    if config is None:
-        return FixedDrafts(uses_draft_model=False)
-    return FixedDrafts(config.disable_by_batch_size, uses_draft_model=config.method == "draft_model")

@@ -1,7 +1,8 @@
 """From a config to a running engine: files to weights, memory to blocks, cores to threads."""
 
 import logging
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -119,8 +120,8 @@ def _draft_path(config: EngineConfig) -> Path | None:
     return tiny.DRAFT_DIR
 
 
-def load_engine(config: EngineConfig) -> Engine:
-    """Load the model and start an engine on it.
+def load_engine(config: EngineConfig, *, clock: Callable[[], float] = time.monotonic) -> Engine:
+    """Load the model and start an engine on it; `clock` gives seconds, `arrival_s` of requests must come from it.
 
     Raises:
         ModelLoadError: files are missing, damaged, of a kind we do not run, or target and draft do not match.
@@ -139,17 +140,21 @@ def load_engine(config: EngineConfig) -> Engine:
     )
     model, cache = _model_and_cache(weights, memory, config, "target")
     verify = VERIFICATION_RULES[config.speculative.verification if config.speculative else "block"]
-    proposer = PredictionProposer(_proposer(config, weights.config, draft_weights, memory))
-    runner = ModelRunner(model, cache, proposer, verify=verify)
-    return Engine(config, weights.config, _tokenizer(config), runner)
+    proposer = PredictionProposer(_proposer(config, weights.config, draft_weights, memory, clock))
+    runner = ModelRunner(model, cache, proposer, verify=verify, clock=clock)
+    return Engine(config, weights.config, _tokenizer(config), runner, clock=clock)
 
 
 def _proposer(
-    config: EngineConfig, target: ModelConfig, draft_weights: LoadedWeights | None, memory: KVMemory
+    config: EngineConfig,
+    target: ModelConfig,
+    draft_weights: LoadedWeights | None,
+    memory: KVMemory,
+    clock: Callable[[], float],
 ) -> Proposer | None:
     if draft_weights is not None:
         _check_pair(target, draft_weights.config)
-        return DraftModelProposer(*_model_and_cache(draft_weights, memory, config, "draft"))
+        return DraftModelProposer(*_model_and_cache(draft_weights, memory, config, "draft"), clock=clock)
     if config.speculative is not None:
         return NgramProposer(config.speculative.prompt_lookup_min, config.speculative.prompt_lookup_max)
     return None

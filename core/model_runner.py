@@ -11,6 +11,7 @@ any drafter or none. The others use a rule of `speculative`, which accepts more.
 
 import time
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,7 +19,7 @@ from numpy.typing import NDArray
 from core.decoding.noise import Purpose, generator
 from core.decoding.proposers import Draft, Proposal, Proposer
 from core.decoding.sampler import law, sample_keyed, token_logprobs
-from core.decoding.speculative import Verify, verify_blocks
+from core.decoding.speculative import Verify, acceptance_bounds, verify_blocks
 from core.errors import NumericalFault
 from core.model.kv_cache import KVCache
 from core.model.transformer import Transformer, flat_batch
@@ -65,16 +66,16 @@ class ModelRunner:
         yielding = [s for s in plan.scheduled if s.yields_token]
         drafts = [proposal.drafts.get(s.request_id, Draft()) for s in yielding]
         rows, prompt_logprobs = self._run_target(plan, proposal)
-        new_tokens = _accept(yielding, drafts, rows, self._verify)
+        accepted = _accept(yielding, drafts, rows, self._verify)
         sampled = {
             s.request_id: SampledTokens(
-                tokens, _logprobs(s.request, tokens, logits), len(draft.token_ids), draft.is_predicted
+                tokens, _logprobs(s.request, tokens, logits), len(draft.token_ids), draft.is_predicted, bound
             )
-            for s, draft, tokens, logits in zip(yielding, drafts, new_tokens, rows, strict=True)
+            for s, draft, (tokens, bound), logits in zip(yielding, drafts, accepted, rows, strict=True)
         }
         for scheduled, logits in zip(yielding, rows, strict=True):
             sampled |= {sibling.request_id: _sample(sibling, logits) for sibling in scheduled.request.siblings}
-        return ModelRunnerOutput(sampled, proposal.draft_computed, tier_seconds, prompt_logprobs)
+        return ModelRunnerOutput(sampled, proposal.draft_computed, tier_seconds, prompt_logprobs, proposal.passes)
 
     def _move_blocks(self, plan: SchedulerOutput) -> float:
         """What must happen to memory first, in the plan's order; returns the seconds that the second tier took."""
@@ -142,22 +143,29 @@ class ModelRunner:
         return logits_RV
 
 
+class _Accepted(NamedTuple):
+    """New tokens, the accepted drafts and one more; and the bound of their number where the drafts have laws."""
+
+    token_ids: list[int]
+    bound: float | None = None
+
+
 def _accept(
     yielding: Sequence[ScheduledRequest], drafts: Sequence[Draft], rows: Sequence[Floats], verify: Verify
-) -> list[list[int]]:
-    """New tokens of each request: accepted drafts and one more. Drafts with laws are judged together by length."""
-    accepted: list[list[int]] = [[] for _ in yielding]
+) -> list[_Accepted]:
+    """What each request gets. Drafts with laws are judged together by length."""
+    accepted = [_Accepted([]) for _ in yielding]
     by_length: dict[int, list[int]] = {}
     for i, (scheduled, draft) in enumerate(zip(yielding, drafts, strict=True)):
         if draft.laws:
             by_length.setdefault(len(draft.token_ids), []).append(i)
         else:
-            accepted[i] = _accept_keyed(scheduled.request, draft.token_ids, rows[i])
+            accepted[i] = _Accepted(_accept_keyed(scheduled.request, draft.token_ids, rows[i]))
     for members in by_length.values():
         requests = [yielding[i].request for i in members]
         group = _accept_by_rule(requests, [drafts[i] for i in members], [rows[i] for i in members], verify)
-        for i, tokens in zip(members, group, strict=True):
-            accepted[i] = tokens
+        for i, one in zip(members, group, strict=True):
+            accepted[i] = one
     return accepted
 
 
@@ -179,7 +187,7 @@ def _accept_keyed(request: Request, draft: Sequence[int], logits_KV: Floats) -> 
 
 def _accept_by_rule(
     requests: Sequence[Request], drafts: Sequence[Draft], rows: Sequence[Floats], verify: Verify
-) -> list[list[int]]:
+) -> list[_Accepted]:
     """All drafts have the same length. Draws are keyed by where the verification starts."""
     draft_RK = np.array([draft.token_ids for draft in drafts])
     target_RKV = np.stack([_laws(r, d.token_ids, logits) for r, d, logits in zip(requests, drafts, rows, strict=True)])
@@ -189,9 +197,12 @@ def _accept_by_rule(
         [generator(r.seed, r.choice, r.num_tokens, Purpose.ACCEPT).random(num_draws) for r in requests]
     )
     num_accepted_R, bonus_R = verify(draft_RK, target_RKV, draft_probs_RKV, uniforms_RK)
+    bound_R = acceptance_bounds(draft_RK, target_RKV, draft_probs_RKV)
     return [
-        [*draft.token_ids[:num], bonus]
-        for draft, num, bonus in zip(drafts, num_accepted_R.tolist(), bonus_R.tolist(), strict=True)
+        _Accepted([*draft.token_ids[:num], bonus], bound)
+        for draft, num, bonus, bound in zip(
+            drafts, num_accepted_R.tolist(), bonus_R.tolist(), bound_R.tolist(), strict=True
+        )
     ]
 
 

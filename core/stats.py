@@ -5,12 +5,14 @@ are handed in. Names and edges are vLLM's (see docs), with finer low edges for g
 """
 
 import bisect
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from core.request import FinishReason, Request, RequestOutput
+from core.scheduling.drafting import DraftOutlook
+from core.stats_drafts import DraftGatherer
 from core.step import SchedulerOutput
 
 _TTFT = (
@@ -29,7 +31,6 @@ _STEP = tuple(float(edge) for edge in (1, 8, 16, 32, 64, 128, 256, 512, 1024, 20
 FINISHED_REASONS = ("stop", "length", "abort", "error", "repetition")
 CACHE_SOURCES = ("device", "host", "p2p", "disk", "external_unspecified")
 PROMPT_SOURCES = ("local_compute", "local_cache_hit", "external_kv_transfer")
-ACCEPTANCE_WINDOW_STEPS = 256
 
 
 def token_edges(max_model_len: int) -> tuple[float, ...]:
@@ -71,8 +72,10 @@ class EngineStats:
 
     `num_prompt_tokens` counts each prompt once, when its request is first computed to its end, cached tokens
     included and recomputed ones not. `accepted_per_position[i]`: how often draft i was kept. `acceptance_rate`:
-    accepted / drafted over the last steps that drafted, 0 before. `num_deferred`: of the waiting, those that wait only
-    for a block that somebody is computing.
+    accepted / drafted over the last steps that drafted, 0 before. `mean_accepted` and `mean_accepted_bound`: accepted
+    tokens a draft, and what no rule could pass on these drafts, over those of the last steps that had draft laws.
+    `draft_steps`: steps by the reason for their number of drafts; `draft_outlook`: what that was chosen by.
+    `num_deferred`: of the waiting, those that wait only for a block that somebody is computing.
     """
 
     num_running: int = 0
@@ -103,6 +106,10 @@ class EngineStats:
     num_accepted_tokens: int = 0
     accepted_per_position: tuple[int, ...] = ()
     acceptance_rate: float = 0.0
+    mean_accepted: float = 0.0
+    mean_accepted_bound: float = 0.0
+    draft_steps: Mapping[str, int] = field(default_factory=dict)
+    draft_outlook: DraftOutlook | None = None
     histograms: Mapping[str, Histogram] = field(default_factory=dict)
 
 
@@ -145,6 +152,8 @@ class StatsGatherer:
             "request_prefill_kv_computed_tokens": _Gatherer(tokens),
             "request_num_preemptions": _Gatherer((1.0, 2.0, 3.0, 4.0, 5.0, 10.0, 20.0)),
             "iteration_tokens_total": _Gatherer(_STEP),
+            "draft_tokens": _Gatherer(tuple(map(float, range(num_draft_positions + 1)))),
+            "acceptance_length": _Gatherer(tuple(map(float, range(1, num_draft_positions + 2)))),
         }
         self._times: dict[str, _Times] = {}
         self._finished: Counter[str] = Counter(dict.fromkeys(FINISHED_REASONS, 0))
@@ -154,9 +163,7 @@ class StatsGatherer:
         self._num_prompt_tokens = self._num_generation_tokens = 0
         self._has_prefix_cache = has_prefix_cache
         self._queries = self._hits = 0  # tokens looked up in the prefix cache, and found
-        self._num_drafts = self._num_draft_tokens = self._num_accepted_tokens = 0
-        self._accepted_per_position = [0] * num_draft_positions
-        self._window: deque[tuple[int, int]] = deque(maxlen=ACCEPTANCE_WINDOW_STEPS)  # (drafted, accepted) a step
+        self.drafts = DraftGatherer(num_draft_positions)
 
     def on_iteration(self, num_tokens: int) -> None:
         """A step computed and emitted so many tokens."""
@@ -166,8 +173,11 @@ class StatsGatherer:
         """A plan was computed, not yet taken up by the requests; it began at `started_s`."""
         self._num_swapped_out += len(plan.tier_stores)
         self._num_swapped_in += len(plan.tier_loads)
+        self.drafts.on_plan(plan)
         for scheduled in plan.scheduled:
             request = scheduled.request
+            if scheduled.yields_token and request.num_drafts_wanted:
+                self._histograms["draft_tokens"].observe(scheduled.num_draft_slots)
             times = self._times.setdefault(request.request_id, _Times())
             if times.first_scheduled is None:
                 times.first_scheduled = started_s
@@ -247,21 +257,12 @@ class StatsGatherer:
 
     def on_drafts(self, num_drafted: Sequence[int], num_accepted: Sequence[int]) -> None:
         """A step verified drafts: how many tokens of each request, and how many of those were emitted."""
-        for drafted, accepted in zip(num_drafted, num_accepted, strict=True):
-            self._num_drafts += 1
-            self._num_draft_tokens += drafted
-            self._num_accepted_tokens += accepted
-            missing = max(drafted - len(self._accepted_per_position), 0)  # scripts may draft more
-            self._accepted_per_position += [0] * missing
-            for position in range(accepted):
-                self._accepted_per_position[position] += 1
-        if num_drafted:
-            self._window.append((sum(num_drafted), sum(num_accepted)))
+        self.drafts.on_verified(num_drafted, num_accepted)
+        for accepted in num_accepted:
+            self._histograms["acceptance_length"].observe(accepted + 1)
 
     def snapshot(self, **gauges: Any) -> EngineStats:
         """Everything so far, with the gauges of this moment."""
-        drafted = sum(step[0] for step in self._window)
-        accepted = sum(step[1] for step in self._window)
         return EngineStats(
             num_prompt_tokens=self._num_prompt_tokens,
             num_generation_tokens=self._num_generation_tokens,
@@ -272,11 +273,7 @@ class StatsGatherer:
             prefix_cache_queries=self._queries,
             prefix_cache_hits=self._hits,
             finished=dict(self._finished),
-            num_drafts=self._num_drafts,
-            num_draft_tokens=self._num_draft_tokens,
-            num_accepted_tokens=self._num_accepted_tokens,
-            accepted_per_position=tuple(self._accepted_per_position),
-            acceptance_rate=accepted / drafted if drafted else 0.0,
+            **self.drafts.snapshot(),
             histograms={name: gatherer.snapshot() for name, gatherer in self._histograms.items()},
             **gauges,
         )

@@ -68,12 +68,24 @@ class ScheduledRequest:
 
 
 @dataclass(frozen=True, slots=True)
+class DraftChoice:
+    """The most drafts of each request by id; whoever is not named has none.
+
+    `follows`: whether the draft model keeps up with prompts. `reason`: why so, for the record and the metrics.
+    """
+
+    num_drafts: Mapping[str, int] = field(default_factory=dict)
+    follows: bool = True
+    reason: str = ""
+
+
+@dataclass(frozen=True, slots=True)
 class SchedulerOutput:
     """The plan of one step.
 
     What must happen to memory is done before anything is computed, in this order: `tier_stores` (block, tier slot),
-    `block_copies` (source, destination), `tier_loads` (tier slot, block). `draft_reason`: why there are so many draft
-    slots.
+    `block_copies` (source, destination), `tier_loads` (tier slot, block). `draft_choice`: what the draft slots were
+    given out by.
     """
 
     step: int
@@ -82,7 +94,7 @@ class SchedulerOutput:
     preempted: tuple[str, ...] = ()
     tier_stores: tuple[tuple[int, int], ...] = ()
     tier_loads: tuple[tuple[int, int], ...] = ()
-    draft_reason: str = ""
+    draft_choice: DraftChoice = field(default_factory=DraftChoice)
 
     @property
     def num_tokens(self) -> int:
@@ -104,13 +116,15 @@ class SchedulerOutput:
 class SampledTokens:
     """A request's new tokens: its accepted drafts and the one token that the target adds.
 
-    `is_predicted`: the drafts came from the request's prediction.
+    `is_predicted`: the drafts came from the request's prediction. `acceptance_bound`: of drafts drawn from a law, what
+    no rule could pass (see `speculative.acceptance_bounds`).
     """
 
     token_ids: Sequence[int]
     logprobs: Sequence[TokenLogprobs | None] = ()
     num_draft_tokens: int = 0
     is_predicted: bool = False
+    acceptance_bound: float | None = None
 
     @property
     def num_accepted_tokens(self) -> int:
@@ -128,12 +142,14 @@ class ModelRunnerOutput:
     """By request id: new tokens of those that yield one, and how many tokens the draft model has KV of, if it ran.
 
     `tier_seconds`: what stores and loads of the second tier took. `prompt_logprobs`: one for each scored position.
+    `draft_passes`: rows and seconds of each pass of the draft model.
     """
 
     sampled: Mapping[str, SampledTokens] = field(default_factory=dict)
     draft_computed: Mapping[str, int] = field(default_factory=dict)
     tier_seconds: float = 0.0
     prompt_logprobs: Mapping[str, Sequence[TokenLogprobs]] = field(default_factory=dict)
+    draft_passes: Sequence[tuple[int, float]] = ()
 
 
 Execute = Callable[[SchedulerOutput], ModelRunnerOutput]

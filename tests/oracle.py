@@ -205,7 +205,7 @@ def block_thresholds(drafted: Sequence[int], target_KV: Doubles, draft_KV: Doubl
 def expected_accepted(rule: Rule, target: Laws, draft: Laws, num_drafts: int) -> float:
     """The exact mean number of drafts that a step accepts."""
     total = 0.0
-    for chance, drafted, target_KV, draft_KV in _all_drafts(target, draft, num_drafts, ()):
+    for chance, drafted, target_KV, draft_KV in all_drafts(target, draft, num_drafts, ()):
         draws, weights = _product_of([*_acceptance_cells(drafted, target_KV, draft_KV), cells([])])
         num_accepted, _ = _run(rule, drafted, target_KV, draft_KV, draws)
         total += chance * float(num_accepted @ weights)
@@ -286,14 +286,14 @@ def step_law(
 ) -> dict[tuple[int, ...], float]:
     """The exact law of what one speculative step emits after `context`."""
     law: dict[tuple[int, ...], float] = {}
-    for chance, drafted, target_KV, draft_KV in _all_drafts(target, draft, num_drafts, context):
+    for chance, drafted, target_KV, draft_KV in all_drafts(target, draft, num_drafts, context):
         for emitted, weight in _emitted(rule, drafted, target_KV, draft_KV):
             law[emitted] = law.get(emitted, 0.0) + chance * weight
     return law
 
 
-def _all_drafts(
-    target: Laws, draft: Laws, num_drafts: int, context: tuple[int, ...]
+def all_drafts(
+    target: Laws, draft: Laws, num_drafts: int, context: tuple[int, ...] = ()
 ) -> Iterator[tuple[float, tuple[int, ...], Doubles, Doubles]]:
     """Every draft that can come, with its chance and the laws along it."""
     vocab_size = len(target(context))
@@ -343,13 +343,23 @@ def law_of_sequences(target: Laws, length: int, context: tuple[int, ...] = ()) -
 
 
 def law_after_steps(
-    rule: Rule, target: Laws, draft: Laws, num_drafts: int, length: int, num_steps: int, context: tuple[int, ...] = ()
+    rule: Rule,
+    target: Laws,
+    draft: Laws,
+    num_drafts: int | Callable[[tuple[int, ...]], int],
+    length: int,
+    num_steps: int,
+    context: tuple[int, ...] = (),
 ) -> dict[tuple[int, ...], float]:
-    """The law of the first `length` tokens when `num_steps` speculative steps run and the target writes the rest."""
+    """The law of the first `length` tokens when `num_steps` speculative steps run and the target writes the rest.
+
+    `num_drafts` may be a function of the tokens that are there before a step.
+    """
     if num_steps == 0 or length <= 0:
         return law_of_sequences(target, max(0, length), context)
     law: dict[tuple[int, ...], float] = {}
-    for emitted, chance in step_law(rule, target, draft, num_drafts, context).items():
+    num = num_drafts if isinstance(num_drafts, int) else num_drafts(context)
+    for emitted, chance in step_law(rule, target, draft, num, context).items():
         after, missing = (*context, *emitted), length - len(emitted)
         for rest, weight in law_after_steps(rule, target, draft, num_drafts, missing, num_steps - 1, after).items():
             tokens = (*emitted, *rest)[:length]

@@ -1,15 +1,16 @@
 """Where drafts come from: a small model over the same vocabulary, or what has been said before.
 
 The draft model has no second pool: its keys and values lie in arrays of their own at the same block ids, so whatever
-the block manager does holds for both. It follows the target through every chunk of a prompt, and proposes up to as many
-tokens as the plan has slots for. Drafting: Leviathan et al. 2023, arXiv:2211.17192.
+the block manager does holds for both. It catches up on the tokens that the plan names, and proposes up to as many as
+the plan has slots for. Drafting: Leviathan et al. 2023, arXiv:2211.17192.
 
 Prompt look-up finds the last few tokens earlier in the request's own tokens and proposes what followed them there. Its
 law is a point mass, for which the keyed rule accepts exactly as often as any other (with the target's probability of
 the draft), so its drafts carry no laws. Saxena 2023, prompt lookup decoding.
 """
 
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 from weakref import WeakKeyDictionary
@@ -35,10 +36,14 @@ class Draft:
 
 @dataclass(frozen=True, slots=True)
 class Proposal:
-    """Drafts by request id, and how many tokens the draft model now has keys and values of."""
+    """Drafts by request id, and how many tokens the draft model now has keys and values of.
+
+    `passes`: rows and seconds of each pass of the draft model, what it draws included.
+    """
 
     drafts: Mapping[str, Draft] = field(default_factory=dict)
     draft_computed: Mapping[str, int] = field(default_factory=dict)
+    passes: Sequence[tuple[int, float]] = ()
 
 
 def is_keyed(request: Request) -> bool:
@@ -110,9 +115,10 @@ def within_grammar(request: Request, draft: list[int]) -> list[int]:
 
 
 class DraftModelProposer:
-    """Proposes with a draft model; `cache` has the target's number of blocks and block size."""
+    """Proposes with a draft model; `cache` has the target's number of blocks and block size, `clock` gives seconds."""
 
-    def __init__(self, model: Transformer, cache: KVCache) -> None:
+    def __init__(self, model: Transformer, cache: KVCache, *, clock: Callable[[], float] = time.perf_counter) -> None:
+        self._clock = clock
         self.cache = cache
         self.caches = [cache]
         self._model = model
@@ -123,11 +129,14 @@ class DraftModelProposer:
         drafts = {s.request_id: Draft() for s in followed if s.num_draft_slots}
         computed = {s.request_id: s.request.num_draft_computed_tokens + s.num_draft_catch_up for s in followed}
         runs = [(s, _catch_up(s), s.request.num_draft_computed_tokens) for s in followed]
+        passes = []
         while runs:
+            started_s, num_rows = self._clock(), sum(len(tokens) for _, tokens, _ in runs)
             logits_RV = self._forward(runs)
             for (scheduled, _, _), logits_V in zip(runs, logits_RV, strict=True):
                 if scheduled.request_id in drafts:
                     _extend(drafts[scheduled.request_id], logits_V, scheduled.request)
+            passes.append((num_rows, self._clock() - started_s))
             unfinished = [
                 s
                 for s, _, _ in runs
@@ -136,7 +145,7 @@ class DraftModelProposer:
             runs = [(s, drafts[s.request_id].token_ids[-1:], computed[s.request_id]) for s in unfinished]
             for scheduled in unfinished:
                 computed[scheduled.request_id] += 1
-        return Proposal(drafts, computed)
+        return Proposal(drafts, computed, tuple(passes))
 
     def _forward(self, runs: Sequence[tuple[ScheduledRequest, Sequence[int], int]]) -> NDArray[np.float32]:
         batch = flat_batch([(tokens, position, s.block_ids) for s, tokens, position in runs], self.cache.block_size)

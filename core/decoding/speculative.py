@@ -117,6 +117,19 @@ def verify_blocks(
     return num_accepted_R, _draw_bonus(num_accepted_R, weight_R, target_RKV, draft_probs_RKV, uniforms_RK[:, -1])
 
 
+def acceptance_bounds(
+    draft_RK: Ints, target_RKV: NDArray[np.float64], draft_probs_RKV: NDArray[np.float64]
+) -> NDArray[np.float64]:
+    """(R,) sum over i of min(1, product of target/draft up to i) along each draft.
+
+    Averaged over drafts it is the number of accepted tokens that no rule on one draft can pass: a prefix is drawn with
+    one chance and wanted with another, and the smaller of the two is all that may be kept. Args: as `verify_drafts`.
+    """
+    _, at_token = _at_drafts(draft_RK)
+    ratio_RK = target_RKV[at_token] / draft_probs_RKV[at_token]
+    return np.asarray(np.minimum(np.cumprod(ratio_RK, axis=1), 1.0).sum(axis=1))
+
+
 VERIFICATION_RULES: dict[str, Verify] = {"block": verify_blocks, "token": verify_drafts}
 
 

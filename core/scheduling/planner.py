@@ -21,11 +21,11 @@ from core.memory.block_manager import BlockManager, blocks_needed
 from core.memory.host_tier import HostTier, TierEntry
 from core.memory.prefix_ghost import PrefixGhost
 from core.request import Request, RequestStatus
-from core.scheduling.drafting import DraftChoice, DraftPolicy
+from core.scheduling.drafting import DraftPolicy
 from core.scheduling.policy import FirstComeFirstServed
 from core.scheduling.preemption import Swaps
 from core.scheduling.queues import RequestQueues, family_size
-from core.step import ScheduledRequest, SchedulerOutput
+from core.step import DraftChoice, ScheduledRequest, SchedulerOutput
 
 logger = logging.getLogger(__name__)
 _UNLIMITED = 2**63
@@ -113,7 +113,7 @@ class StepPlanner:
         preempted = self._schedule_running()
         if not preempted:
             self._admit()
-        draft_reason = self._plan_drafts()
+        draft_choice = self._plan_drafts()
         if not self._shares:
             raise InvariantViolation("requests are unfinished, yet none can be scheduled")
         self._num_steps += 1
@@ -127,7 +127,7 @@ class StepPlanner:
             tuple(preempted),
             tuple(self._stores),
             tuple(self._loads),
-            draft_reason,
+            draft_choice,
         )
 
     def scheduled(
@@ -296,8 +296,8 @@ class StepPlanner:
 
     # Drafts
 
-    def _plan_drafts(self) -> str:
-        """Catch-up of the draft model and draft slots, oldest first; returns the policy's reason."""
+    def _plan_drafts(self) -> DraftChoice:
+        """Catch-up of the draft model and draft slots, oldest first, as far as the policy's choice can be met."""
         candidates = [s for s in self._shares if s.may_draft]
         unscripted = [s.request for s in candidates if s.request.script is None]
         choice = self._drafting.choose(unscripted, len(self._shares))
@@ -311,7 +311,7 @@ class StepPlanner:
                     continue
             share.num_draft_slots = self.reserve(share.request, min(num_drafts, self._budget))
             self._budget -= share.num_draft_slots
-        return choice.reason
+        return choice
 
     def _num_drafts(self, share: _Share, choice: DraftChoice) -> int:
         if not share.may_draft:

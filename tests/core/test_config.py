@@ -35,6 +35,12 @@ def test_counts_start_at_one(name: str):
     [
         ({"method": "eagle"}, "speculative method is 'eagle', allowed are 'draft_model' and 'ngram'", "method"),
         ({"verification": "fast"}, "verification is 'fast', allowed are 'block' and 'token'", "verification"),
+        ({"adaptive": 1}, "adaptive is 1, allowed are true and false", "adaptive"),
+        (
+            {"disable_by_batch_size": 2.0},
+            "disable_by_batch_size is 2.0, a whole number is needed",
+            "disable_by_batch_size",
+        ),
         ({"disable_by_batch_size": 0}, "disable_by_batch_size is 0, at least 1 is needed", "disable_by_batch_size"),
         (
             {"prompt_lookup_min": 0},
@@ -81,6 +87,12 @@ def test_fractions_of_drafts_are_refused():
     for value in (2.5, True):
         with pytest.raises(InvalidRequest, match=f"num_speculative_tokens is {value}, a whole number is needed"):
             SpeculativeConfig(num_speculative_tokens=value)  # type: ignore[arg-type]
+
+
+def test_a_fixed_number_of_drafts_has_a_limit_on_requests_and_a_chosen_one_has_none():
+    limits = [SpeculativeConfig(adaptive=adaptive).disable_by_batch_size for adaptive in (True, False)]
+    assert [None, 8] == limits
+    assert 3 == SpeculativeConfig(adaptive=True, disable_by_batch_size=3).disable_by_batch_size
 
 
 def test_speculation_at_its_limits_is_taken():

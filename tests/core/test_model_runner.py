@@ -1,7 +1,9 @@
 """The runner: tokens are those of the target alone, with any drafter or none, in any batch, however often preempted."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import cache, partial
+from random import Random
 from typing import Any
 
 import numpy as np
@@ -16,9 +18,10 @@ from core.model.config import ModelConfig
 from core.model.kv_cache import KVCache
 from core.model_runner import ModelRunner
 from core.request import Request, SamplingParams
+from core.scheduling.draft_controller import AdaptiveDrafts
 from core.scheduling.drafting import FixedDrafts
 from core.scheduling.scheduler import ContinuousBatchingScheduler
-from core.step import ScheduledRequest, SchedulerOutput
+from core.step import DraftChoice, ModelRunnerOutput, ScheduledRequest, SchedulerOutput
 from tests import oracle
 from tests.core.decoding.plain_rules import plain_block_rule, plain_rule
 from tests.core.small_models import (
@@ -439,3 +442,69 @@ def test_numbers_that_are_none_fail_their_request_and_spoil_no_block_for_others(
     assert {"bad": [], "good": expected, "later": expected} == said
     assert "NumericalFault" in (errors["bad"] or "")
     assert 8 == manager.num_free_blocks
+
+
+# A run and its record
+
+
+class Noted:
+    """The controller on a machine of any speed, keeping what was planned and chosen."""
+
+    uses_draft_model = True
+    outlook = None
+
+    def __init__(self, runner: ModelRunner) -> None:
+        self._runner, self._policy, self._random = runner, AdaptiveDrafts(4, uses_draft_model=True), Random(1)
+        self.choices: list[DraftChoice] = []
+        self.plans: list[list[tuple[object, ...]]] = []
+
+    def choose(self, requests: Sequence[Request], num_requests: int) -> DraftChoice:
+        self.choices.append(self._policy.choose(requests, num_requests))
+        return self.choices[-1]
+
+    def observe(self, plan: SchedulerOutput, result: ModelRunnerOutput, seconds: float) -> None:
+        self._policy.observe(plan, result, seconds)
+
+    def __call__(self, plan: SchedulerOutput) -> ModelRunnerOutput:
+        self.plans.append([(s.request_id, s.start, s.end, s.num_draft_slots, *s.block_ids) for s in plan.scheduled])
+        assert self.choices[-1] == plan.draft_choice
+        result = self._runner(plan)
+        passes = [(num_rows, self._random.random()) for num_rows, _ in result.draft_passes]
+        result = replace(result, draft_passes=passes)
+        self.observe(plan, result, sum(seconds for _, seconds in passes) + self._random.expovariate(1.0))
+        return result
+
+
+class FromRecord(Noted):
+    """Chooses what was chosen."""
+
+    def __init__(self, runner: ModelRunner, record: Sequence[DraftChoice]) -> None:
+        super().__init__(runner)
+        self._record = iter(record)
+
+    def choose(self, requests: Sequence[Request], num_requests: int) -> DraftChoice:
+        self.choices.append(next(self._record))
+        return self.choices[-1]
+
+
+@pytest.mark.parametrize(("num_blocks", "token_limit"), [(LARGE, None), (TINY, 9)])
+def test_a_run_can_be_repeated_from_what_its_plans_record(num_blocks: int, token_limit: int | None) -> None:
+    """The clock decided how many drafts there were; the record alone gives the same plans, and tokens without a seed.
+
+    Those with a seed have their tokens whatever was chosen.
+    """
+
+    def run(make: Callable[[ModelRunner], Noted]) -> tuple[Noted, dict[str, list[int]]]:
+        noted = make(runner_of("good", num_blocks))
+        unseeded = [a_request(f"u{i}", prompt_of(i), SamplingParams(max_tokens=20), drafts=4, seed=i) for i in range(4)]
+        served = serve(
+            noted, [*keyed_requests(4), *unseeded], num_blocks=num_blocks, token_limit=token_limit, drafting=noted
+        )
+        return noted, outputs(served)
+
+    first, said = run(Noted)
+    assert {"pays", "exploring"} <= {choice.reason for choice in first.choices}
+    assert len({k for choice in first.choices for k in choice.num_drafts.values()}) > 2
+    again, said_again = run(lambda runner: FromRecord(runner, first.choices))
+    assert (first.plans, said) == (again.plans, said_again)
+    assert decoded_alone() == {name: ids for name, ids in said.items() if name.startswith("r")}

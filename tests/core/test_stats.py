@@ -1,12 +1,15 @@
 """Counters and histograms from moments handed in: no clock, no engine."""
 
-from dataclasses import FrozenInstanceError
+from dataclasses import FrozenInstanceError, replace
 
 import pytest
 
+from core.config import MAX_SPECULATIVE_TOKENS
 from core.request import FinishReason, OutputToken, Request, RequestOutput
-from core.stats import ACCEPTANCE_WINDOW_STEPS, EngineStats, Histogram, StatsGatherer, token_edges
-from core.step import SchedulerOutput
+from core.scheduling.drafting import DRAFT_REASONS
+from core.stats import EngineStats, Histogram, StatsGatherer, token_edges
+from core.stats_drafts import ACCEPTANCE_WINDOW_STEPS
+from core.step import DraftChoice, SampledTokens, SchedulerOutput
 from tests.builders import family, plan, request
 
 
@@ -186,6 +189,50 @@ def test_a_script_may_draft_more_than_there_are_positions():
     gatherer.on_drafts([4], [3])
 
     assert (1, 1, 1, 0) == gatherer.snapshot().accepted_per_position
+
+
+def test_positions_are_bounded_however_long_the_groups_that_scripts_say():
+    """Each is a label in the metrics; all that was accepted is counted all the same."""
+    gatherer = StatsGatherer(100, 1)
+    gatherer.on_drafts([1000], [900])
+    stats = gatherer.snapshot()
+
+    assert (MAX_SPECULATIVE_TOKENS, 900) == (len(stats.accepted_per_position), stats.num_accepted_tokens)
+    assert {1} == set(stats.accepted_per_position)
+
+
+def test_the_bound_stands_beside_what_was_accepted_of_the_same_drafts():
+    """Of three drafts with laws and one without."""
+    gatherer = StatsGatherer(100, 4)
+    gatherer.drafts.on_bounds([SampledTokens([1, 2], acceptance_bound=1.5), SampledTokens([1] * 5, num_draft_tokens=4)])
+    gatherer.drafts.on_bounds([SampledTokens([1], acceptance_bound=0.5), SampledTokens([1] * 4, acceptance_bound=2.5)])
+    gatherer.drafts.on_bounds([SampledTokens([1] * 4)])  # nothing to do with it
+    stats = gatherer.snapshot()
+
+    assert (4 / 3, 4.5 / 3) == (stats.mean_accepted, stats.mean_accepted_bound)
+
+
+def test_what_was_chosen_is_counted_by_request_and_why_by_step():
+    gatherer = StatsGatherer(100, 3)
+    asking, plain, full = (
+        request("a", num_drafts=3, max_tokens=9),
+        request("b"),
+        request("c", num_drafts=3, max_tokens=9),
+    )
+    for reason, slots in (("pays", 2), ("pays", 3), ("does_not_pay", 0)):
+        chosen = plan(asking, full, plain, num_draft_slots=slots)
+        gatherer.on_step(replace(chosen, draft_choice=DraftChoice(reason=reason)), 0.0)
+    stats = gatherer.snapshot()
+
+    assert ((2, 0, 2, 2, 0), 10) == (stats.histograms["draft_tokens"].counts, stats.histograms["draft_tokens"].sum)
+    assert {"pays": 2, "does_not_pay": 1} == {reason: num for reason, num in stats.draft_steps.items() if num}
+    assert set(DRAFT_REASONS) == set(stats.draft_steps)
+
+
+def test_the_length_of_a_verification_counts_its_bonus_token():
+    gatherer = StatsGatherer(100, 3)
+    gatherer.on_drafts([3, 3, 2], [3, 0, 0])
+    assert (2, 0, 0, 1, 0) == gatherer.snapshot().histograms["acceptance_length"].counts
 
 
 def test_the_acceptance_rate_is_that_of_the_last_steps_that_drafted():

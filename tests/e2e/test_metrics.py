@@ -29,6 +29,15 @@ COUNTERS = (
 LABELLED = {
     ("vllm:num_requests_waiting_by_reason", "reason"): ("capacity", "deferred"),
     ("vllm:prompt_tokens_by_source_total", "source"): ("local_compute", "local_cache_hit", "external_kv_transfer"),
+    ("octavo:spec_decode_steps_total", "reason"): (
+        "pays",
+        "does_not_pay",
+        "exploring",
+        "measuring",
+        "fixed",
+        "crowded",
+    ),
+    ("octavo:spec_decode_verification_cost", "draft_tokens"): ("1", "2", "3"),
     ("vllm:request_success_total", "finished_reason"): ("stop", "length", "abort", "error", "repetition"),
 }
 SPECULATION = (
@@ -36,6 +45,9 @@ SPECULATION = (
     "vllm:spec_decode_num_draft_tokens_total",
     "vllm:spec_decode_num_accepted_tokens_total",
     "octavo:spec_decode_acceptance_rate",
+    "octavo:spec_decode_mean_accepted",
+    "octavo:spec_decode_mean_accepted_bound",
+    "octavo:spec_decode_draft_cost",
 )
 HISTOGRAMS = (
     "vllm:time_to_first_token_seconds",
@@ -54,6 +66,8 @@ HISTOGRAMS = (
     "vllm:request_prefill_kv_computed_tokens",
     "vllm:request_num_preemptions",
     "vllm:iteration_tokens_total",
+    "octavo:spec_decode_chosen_draft_tokens",
+    "octavo:spec_decode_acceptance_length",
 )
 NAMES = {"model_name": "storyteller", "engine": "0"}
 

@@ -34,6 +34,13 @@ def servers(logs: Path, tiny: LiveServer) -> Iterator[Mapping[str, LiveServer]]:
         yield {"draft model": tiny, "look-up": looking_up, "off": plain}
 
 
+@pytest.fixture(scope="module")
+def fixed(logs: Path) -> Iterator[LiveServer]:
+    """Three drafts whenever there are any, whatever they cost."""
+    with serving(logs, "--speculative-config", '{"adaptive": false}') as server:
+        yield server
+
+
 def drafted_and_accepted(server: LiveServer) -> tuple[float, float]:
     scrape = server.wait_until_idle()
     return scrape.total(COUNTED[0]), scrape.total(COUNTED[1])
@@ -93,12 +100,12 @@ def test_one_request_can_go_without_drafts(servers: Mapping[str, LiveServer], dr
     assert drafting["choices"] == without["choices"]
 
 
-def test_one_request_can_ask_for_fewer_drafts_and_not_for_more(tiny: LiveServer):
+def test_one_request_can_ask_for_fewer_drafts_and_not_for_more(fixed: LiveServer):
     """A draft a token at most: twenty tokens take at most nineteen drafts; the server's own limit is three."""
     body = {"prompt": PROMPTS[3], "temperature": 0, "max_tokens": 20, "ignore_eos": True}
-    _, few, _ = gain(tiny, **body, speculative={"num_speculative_tokens": 1})
-    _, many, _ = gain(tiny, **body, speculative={"num_speculative_tokens": 9})
-    _, default, _ = gain(tiny, **body)
+    _, few, _ = gain(fixed, **body, speculative={"num_speculative_tokens": 1})
+    _, many, _ = gain(fixed, **body, speculative={"num_speculative_tokens": 9})
+    _, default, _ = gain(fixed, **body)
 
     assert 0 < few <= 19
     assert few < default == many
@@ -120,12 +127,42 @@ def test_config_spelled_as_vllms_is_what_counts_positions(servers: Mapping[str, 
     assert {"0", "1", "2", "3"} == positions
 
 
-def test_many_at_once_go_without_drafts(tiny: LiveServer):
-    """With more than sixteen requests in a step nobody drafts; the first few steps may have fewer."""
+def test_many_at_once_go_without_drafts_where_the_number_is_fixed(fixed: LiveServer):
+    """With more than eight requests in a step nobody drafts; the first few steps may have fewer."""
     body = {"prompt": PROMPTS[:20], "temperature": 0, "max_tokens": 24, "ignore_eos": True}
-    _, num_drafted, _ = gain(tiny, **body)
-    _, alone, _ = gain(tiny, **{**body, "prompt": PROMPTS[:1]})
+    _, num_drafted, _ = gain(fixed, **body)
+    _, alone, _ = gain(fixed, **{**body, "prompt": PROMPTS[:1]})
     assert num_drafted < 20 * alone / 4
+
+
+def test_the_metrics_say_how_many_drafts_were_chosen_and_why(tiny: LiveServer):
+    """Several requests alone and several together, so that there are steps to learn from and steps to choose in."""
+    for prompt in PROMPTS[:4]:
+        tiny.complete(prompt=prompt, temperature=0, max_tokens=60, ignore_eos=True)
+    tiny.complete(prompt=PROMPTS, temperature=1, max_tokens=40, ignore_eos=True)
+    scrape = tiny.wait_until_idle()
+
+    name = "octavo:spec_decode_chosen_draft_tokens"
+    assert scrape.total(f"{name}_count") > 100
+    assert scrape.total("vllm:spec_decode_num_draft_tokens_total") == scrape.total(f"{name}_sum")
+    assert scrape.total(f"{name}_bucket", le="3.0") == scrape.total(f"{name}_count")
+    reasons = {
+        reason: scrape.total("octavo:spec_decode_steps_total", reason=reason)
+        for reason in ("measuring", "pays", "exploring", "fixed")
+    }
+    assert reasons["measuring"] > 0
+    assert reasons["pays"] > reasons["exploring"] > 0 == reasons["fixed"]
+    assert 0 < scrape.total("octavo:spec_decode_draft_cost") < 1
+    assert scrape.total("octavo:spec_decode_expected_gain") >= 1
+    lengths = "octavo:spec_decode_acceptance_length"
+    num_drafts = scrape.total("vllm:spec_decode_num_drafts_total")
+    assert num_drafts == scrape.total(f"{lengths}_count")
+    assert num_drafts + scrape.total("vllm:spec_decode_num_accepted_tokens_total") == scrape.total(f"{lengths}_sum")
+    # Not seed and not greedy: those drafts have laws, and a bound that holds on average.
+    assert 0 < scrape.total("octavo:spec_decode_mean_accepted")
+    assert scrape.total("octavo:spec_decode_mean_accepted") < 1.1 * scrape.total(
+        "octavo:spec_decode_mean_accepted_bound"
+    )
 
 
 def test_a_real_model_says_the_same_with_look_up(logs: Path, smollm2: LiveServer, smollm2_path: Path):

@@ -7,7 +7,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from core.decoding.speculative import VERIFICATION_RULES, Verify, draw, speculative_accept, verify_blocks, verify_drafts
+from core.decoding.speculative import (
+    VERIFICATION_RULES,
+    Verify,
+    acceptance_bounds,
+    draw,
+    speculative_accept,
+    verify_blocks,
+    verify_drafts,
+)
 from tests import oracle
 from tests.core.decoding.plain_rules import plain_block_rule, plain_rule
 from tests.oracle import Doubles, Ints, Laws, Rule
@@ -188,6 +196,43 @@ def test_noise_keyed_by_position_alone_suits_tokens_but_not_blocks(rule: Verify,
                 law[tokens] = law.get(tokens, 0.0) + length * chance * other
     error = oracle.total_variation(oracle.law_of_sequences(target, 2), law)
     assert error < 1e-12 if is_kept else error > 1e-2
+
+
+@both_rules
+@pytest.mark.parametrize("seed", range(4))
+def test_the_number_of_drafts_may_follow_from_what_was_said_before(rule: Verify, seed: int) -> None:
+    """As a controller chooses it: for each step anew, before its drafts are drawn."""
+    target, draft = with_memory(seed, 3), with_memory(50 + seed, 3)
+    emitted = oracle.law_after_steps(rule, target, draft, lambda said: (sum(said) + len(said) + seed) % 3, 4, 3)
+    assert oracle.total_variation(oracle.law_of_sequences(target, 4), emitted) < 1e-12
+
+
+@both_rules
+def test_the_number_of_drafts_must_not_follow_from_the_drafts_themselves(rule: Verify) -> None:
+    """Not to verify a draft that the target finds less likely than the drafter did looks like a saving."""
+
+    def leaving_out(draft_RK: Ints, target_RKV: Doubles, draft_RKV: Doubles, uniforms_RK: Doubles) -> tuple[Ints, Ints]:
+        num_accepted_R, bonus_R = rule(draft_RK, target_RKV, draft_RKV, uniforms_RK)
+        rows = np.arange(len(draft_RK))
+        is_left_out_R = target_RKV[rows, 0, draft_RK[:, 0]] < draft_RKV[rows, 0, draft_RK[:, 0]]
+        _, alone_R = rule(draft_RK[:, :0], target_RKV[:, :1], draft_RKV[:, :0], uniforms_RK[:, -1:])
+        return np.where(is_left_out_R, 0, num_accepted_R), np.where(is_left_out_R, alone_R, bonus_R)
+
+    assert error_of(rule, *F2, 1) < 1e-12
+    assert error_of(leaving_out, *F2, 1) > 1e-2
+
+
+@both_rules
+@pytest.mark.parametrize("num_drafts", [1, 2, 3])
+@pytest.mark.parametrize("name", FIXTURES)
+def test_the_bound_along_drafts_is_on_average_what_no_rule_can_pass(rule: Verify, name: str, num_drafts: int) -> None:
+    target, draft = FIXTURES[name]
+    mean = 0.0
+    for chance, drafted, target_KV, draft_KV in oracle.all_drafts(target, draft, num_drafts):
+        bound_R = acceptance_bounds(np.array([drafted]), target_KV[None], draft_KV[None])
+        mean += chance * float(bound_R[0])
+    assert oracle.most_accepted(target, draft, num_drafts) == pytest.approx(mean, abs=1e-12)
+    assert accepted(rule, target, draft, num_drafts) <= mean + 1e-12
 
 
 def _with_draw(rule: Verify, index: int, uniform: float) -> Rule:

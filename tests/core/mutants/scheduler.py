@@ -58,11 +58,10 @@ from core.memory.block_manager import BlockManager
 from core.memory.block_pool import BlockPool
 from core.memory.host_tier import HostTier, TierEntry
 from core.request import FinishReason, Request
-from core.scheduling.drafting import DraftChoice
 from core.scheduling.planner import StepPlanner, _Share
 from core.scheduling.policy import FirstComeFirstServed
 from core.scheduling.scheduler import ContinuousBatchingScheduler
-from core.step import ModelRunnerOutput, SampledTokens, ScheduledRequest, SchedulerOutput
+from core.step import DraftChoice, ModelRunnerOutput, SampledTokens, ScheduledRequest, SchedulerOutput
 
 
 class _OldestFirst(FirstComeFirstServed):
@@ -140,21 +139,21 @@ class DraftsUnasked(StepPlanner):
 
 
 class DraftsBeforeCatchingUp(StepPlanner):
-    def _plan_drafts(self) -> str:
-        reason = super()._plan_drafts()
+    def _plan_drafts(self) -> DraftChoice:
+        choice = super()._plan_drafts()
         for share in self._shares:
             if share.may_draft and 0 < share.num_draft_catch_up < share.draft_lag:
                 share.num_draft_slots = self.reserve(share.request, min(1, self._budget))
                 self._budget -= share.num_draft_slots
-        return reason
+        return choice
 
 
 class CatchesUpAtOnce(StepPlanner):
-    def _plan_drafts(self) -> str:
+    def _plan_drafts(self) -> DraftChoice:
         limit, self._token_limit = self._token_limit, 2**63
-        reason = super()._plan_drafts()
+        choice = super()._plan_drafts()
         self._token_limit = limit
-        return reason
+        return choice
 
 
 class KeepsDraftSlots(ContinuousBatchingScheduler):

@@ -10,9 +10,8 @@ from random import Random
 
 from core.memory.block_manager import BlockManager
 from core.request import Request, RequestStatus
-from core.scheduling.drafting import DraftChoice
 from core.scheduling.queues import family_size
-from core.step import ScheduledRequest, SchedulerOutput
+from core.step import DraftChoice, ScheduledRequest, SchedulerOutput
 from tests.core.scheduling.checked_runner import CheckedRunner
 
 

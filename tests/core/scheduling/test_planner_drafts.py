@@ -5,9 +5,9 @@ from collections.abc import Mapping, Sequence
 import pytest
 
 from core.request import Request, SamplingParams
-from core.scheduling.drafting import DraftChoice, DraftPolicy, FixedDrafts
+from core.scheduling.drafting import DraftPolicy, FixedDrafts
 from core.scripted import RequestScript
-from core.step import ModelRunnerOutput, SchedulerOutput
+from core.step import DraftChoice, ModelRunnerOutput, SchedulerOutput
 from core.tokenizer import ByteTokenizer
 from tests import builders
 
@@ -56,18 +56,18 @@ def scripted(request_id: str) -> Request:
 @pytest.mark.parametrize("max_requests", [None, 3, 4])
 def test_as_many_as_may_draft_do(max_requests: int | None):
     plan = plan_of(drafting(3), FixedDrafts(max_requests))
-    assert ({"r0": 3, "r1": 3, "r2": 3}, "fixed") == (slots(plan), plan.draft_reason)
+    assert ({"r0": 3, "r1": 3, "r2": 3}, "fixed") == (slots(plan), plan.draft_choice.reason)
 
 
 @pytest.mark.parametrize("max_requests", [1, 2])
 def test_one_too_many_and_nobody_drafts(max_requests: int):
     plan = plan_of(drafting(3), FixedDrafts(max_requests))
-    assert ({"r0": 0, "r1": 0, "r2": 0}, "crowded") == (slots(plan), plan.draft_reason)
+    assert ({"r0": 0, "r1": 0, "r2": 0}, "crowded") == (slots(plan), plan.draft_choice.reason)
 
 
 def test_each_has_what_the_policy_allows_and_no_more_than_it_wants():
     plan = plan_of(drafting(4), Given({"r0": 2, "r1": 0, "r2": 7}))
-    assert ({"r0": 2, "r1": 0, "r2": 3, "r3": 0}, "given") == (slots(plan), plan.draft_reason)
+    assert ({"r0": 2, "r1": 0, "r2": 3, "r3": 0}, "given") == (slots(plan), plan.draft_choice.reason)
 
 
 def test_the_policy_is_asked_for_those_alone_that_could_draft():
