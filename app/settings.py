@@ -120,7 +120,7 @@ class Settings(BaseSettings):
     speculative_config: str | None = Field(
         default=None,
         description='JSON, {"method": "ngram", "num_speculative_tokens": 3} for example, or null for none; default: '
-        "the embedded model drafts with its draft model for up to 8 requests at once, others do not.",
+        "the embedded model drafts with its draft model, as many as pay, others do not.",
     )
     per_request_spec_decode_metrics: Literal["none", "summary", "detailed"] = Field(
         default="none", description="What responses tell of their drafts under metrics.speculative_decoding."

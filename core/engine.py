@@ -92,7 +92,7 @@ class Engine:
         self._runner: Execute = ScriptedRunner(execute) if config.enable_scripts else execute
         self._grammars = GrammarCompiler(tokenizer)
         self._clock = clock
-        self._drafting = draft_policy(config.speculative, MAX_PREDICTED_DRAFTS)
+        self._drafting = draft_policy(config.speculative)
         self._block_manager = BlockManager(config.num_kv_blocks, config.block_size)
         self._scheduler = ContinuousBatchingScheduler(
             config.max_num_seqs,

@@ -11,7 +11,8 @@ is largest, or gives out none if that is not `_MARGIN` above b / T(b). With one 
 and v = T(1 + k)/T(1) this is (1 - a^(k+1)) / ((1 - a)(v + k c)), Leviathan et al. 2023 with the cost of verification.
 
 All of it is measured while serving (`draft_measures`). A request's own acceptance is drawn towards that of all, and
-forgotten with time, so that whoever drafts no more is given another chance. One step in many explores: nobody drafts,
+forgotten with time, so that whoever drafts no more is given another chance. Requests that bring a prediction draft all
+they want: their callers ask for it, and are told how it went. One step in many explores: nobody drafts,
 or somebody drafts who would not. Such steps take at most `_EXPLORED_SHARE` of the time, whatever they cost.
 
 **The law stays exact.** The numbers are chosen before the step's drafts are drawn, from what earlier steps have shown:
@@ -24,7 +25,7 @@ would break it. For greedy and seeded requests, and for look-up and predictions,
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from weakref import WeakKeyDictionary
 
 from core.config import SpeculativeConfig
@@ -65,8 +66,7 @@ class AdaptiveDrafts:
         self._num_positions = num_positions
         self._max_requests = max_requests or math.inf
         self._target, self._draft = CostCurve(), CostCurve()
-        # Of the engine's own drafts, and of those from predictions.
-        self._of_all = {kind: Acceptance(num_positions, _MEMORY_OF_ALL, **_HOPE) for kind in (False, True)}
+        self._of_all = Acceptance(num_positions, _MEMORY_OF_ALL, **_HOPE)
         self._of_one: WeakKeyDictionary[Request, _Record] = WeakKeyDictionary()
         self._drafted_share = 1.0  # of the drafts that were allowed: look-up does not always find something
         self._step = 0
@@ -89,6 +89,12 @@ class AdaptiveDrafts:
         self._num_requests = num_requests
         if not self._target.is_measured:
             return DraftChoice({r.request_id: r.num_drafts_wanted for r in requests}, reason="measuring")
+        asked_for = {r.request_id: r.num_drafts_wanted for r in requests if r.num_predicted_tokens}
+        requests = [r for r in requests if not r.num_predicted_tokens]
+        choice = self._chosen(requests, num_requests) if requests else DraftChoice({}, self._is_paying, "predicted")
+        return replace(choice, num_drafts={**choice.num_drafts, **asked_for})
+
+    def _chosen(self, requests: Sequence[Request], num_requests: int) -> DraftChoice:
         best = self._best_for(requests, num_requests)
         self._is_paying = bool(best)
         if self._is_time_to_explore():
@@ -128,10 +134,9 @@ class AdaptiveDrafts:
         num_in_pass = [0] * self._num_positions
         for taken, (survival, position, number) in enumerate(drafts, start=1):
             tokens -= weight * survival
-            if not requests[number].num_predicted_tokens:
-                making_s += pass_s[num_in_pass[position] + 1] - pass_s[num_in_pass[position]]
-                making_s += self._catch_up_s(requests[number], survivals[number]) if position == 0 else 0.0
-                num_in_pass[position] += 1
+            making_s += pass_s[num_in_pass[position] + 1] - pass_s[num_in_pass[position]]
+            making_s += self._catch_up_s(requests[number], survivals[number]) if position == 0 else 0.0
+            num_in_pass[position] += 1
             rows = num_requests + max(position + 1, math.ceil(weight * taken))
             rate = tokens / (target_s[rows] + making_s)
             if rate > best_rate:
@@ -145,13 +150,13 @@ class AdaptiveDrafts:
 
     def _survivals(self, request: Request) -> list[float]:
         """The chance that its first, its first two, ... drafts are all kept."""
-        prior = self._of_all[bool(request.num_predicted_tokens)].rates
+        rates = self._of_all.rates
         record = self._of_one.get(request)
         if record is not None:
             trust = _FORGETTING ** (self._step - record.step)
-            prior = record.acceptance.rates_with(prior, _PRIOR_WEIGHT, trust)
+            rates = record.acceptance.rates_with(rates, _PRIOR_WEIGHT, trust)
         survivals, chance = [], 1.0
-        for rate in prior[: request.num_drafts_wanted]:
+        for rate in rates[: request.num_drafts_wanted]:
             chance *= rate
             survivals.append(chance)
         return survivals
@@ -207,8 +212,9 @@ class AdaptiveDrafts:
             self._explored_s += seconds if self._num_explored > _FIRST_EXPLORATIONS else 0.0
         self._observe_costs(plan, result, num_drafted, seconds)
         for scheduled in plan.scheduled:
-            if scheduled.num_draft_slots and scheduled.request.script is None:
-                self._observe_drafts(scheduled.request, scheduled.num_draft_slots, result)
+            request = scheduled.request
+            if scheduled.num_draft_slots and request.script is None and not request.num_predicted_tokens:
+                self._observe_drafts(request, scheduled.num_draft_slots, result)
 
     def _observe_costs(
         self, plan: SchedulerOutput, result: ModelRunnerOutput, num_drafted: int, seconds: float
@@ -226,8 +232,7 @@ class AdaptiveDrafts:
         self._drafted_share += (min(1.0, num_drafted / num_allowed) - self._drafted_share) * (1 - _MEMORY_OF_ALL)
         record = self._of_one.setdefault(request, _Record(Acceptance(self._num_positions, _MEMORY_OF_ONE), self._step))
         if num_drafted:
-            self._of_all[sampled.is_predicted].observe(num_drafted, num_accepted)
-        if num_drafted and sampled.is_predicted == bool(request.num_predicted_tokens):
+            self._of_all.observe(num_drafted, num_accepted)
             record.acceptance.fade(_FORGETTING ** (self._step - record.step))
             record.acceptance.observe(num_drafted, num_accepted)
         record.step = self._step
@@ -247,12 +252,11 @@ class AdaptiveDrafts:
         return DraftOutlook(draft_cost, costs, self._gain)
 
 
-def draft_policy(config: SpeculativeConfig | None, num_predicted: int) -> DraftPolicy:
-    """The policy for a config; without one there are still the drafts of requests that bring a prediction."""
+def draft_policy(config: SpeculativeConfig | None) -> DraftPolicy:
+    """The policy for a config; without one, requests that bring a prediction draft as much as they want."""
     if config is None:
-        return AdaptiveDrafts(num_predicted, uses_draft_model=False)
-    uses_draft_model = config.method == "draft_model"
+        return FixedDrafts(uses_draft_model=False)
+    uses_draft_model, limit = config.method == "draft_model", config.disable_by_batch_size
     if not config.adaptive:
-        return FixedDrafts(config.disable_by_batch_size, uses_draft_model=uses_draft_model)
-    num_positions = max(config.num_speculative_tokens, num_predicted)
-    return AdaptiveDrafts(num_positions, uses_draft_model=uses_draft_model, max_requests=config.disable_by_batch_size)
+        return FixedDrafts(limit, uses_draft_model=uses_draft_model)
+    return AdaptiveDrafts(config.num_speculative_tokens, uses_draft_model=uses_draft_model, max_requests=limit)

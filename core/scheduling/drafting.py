@@ -12,7 +12,7 @@ from core.request import Request
 from core.step import DraftChoice, ModelRunnerOutput, SchedulerOutput
 
 # Why a step's drafts are as many as they are; "nobody" where nobody could draft.
-DRAFT_REASONS = ("pays", "does_not_pay", "exploring", "measuring", "fixed", "crowded", "nobody")
+DRAFT_REASONS = ("pays", "does_not_pay", "exploring", "measuring", "predicted", "fixed", "crowded", "nobody")
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,8 +10,16 @@ import pytest
 
 from tests.e2e.live import LiveServer, serving
 
-# As vLLM's documentation spells it.
-LOOK_UP = json.dumps({"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 5, "prompt_lookup_min": 2})
+# As vLLM's documentation spells it; that there are drafts at all is not left to the texts.
+LOOK_UP = json.dumps(
+    {
+        "method": "ngram",
+        "num_speculative_tokens": 4,
+        "prompt_lookup_max": 5,
+        "prompt_lookup_min": 2,
+        "adaptive": False,
+    }
+)
 COUNTED = "vllm:spec_decode_num_draft_tokens_total", "vllm:spec_decode_num_accepted_tokens_total"
 # Each begins in its own way, so that none finds another's blocks and usage depends on nothing but the request.
 WHO = ("Tom", "Lily", "A little dog", "The old king", "My friend Sue", "Ben and Mia", "One day a bird", "Grandma")

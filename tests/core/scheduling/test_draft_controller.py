@@ -269,6 +269,16 @@ def test_steps_with_prompts_or_scripts_measure_no_rows():
     assert "measuring" == policy.choose([request], 1).reason
 
 
+def test_who_brings_a_prediction_drafts_all_it_wants_whatever_pays():
+    bench = Bench([0.02], draft_cost=None, cost=steep).run(500)
+    predicted = a_request("predicted")
+    predicted.num_predicted_tokens = 8
+    bench.policy._explored_s = 1e9  # no exploring now
+    choice = bench.policy.choose([*bench.requests, predicted], 2)
+    assert ({"predicted": NUM_DRAFTS}, "does_not_pay") == (dict(choice.num_drafts), choice.reason)
+    assert "predicted" == bench.policy.choose([predicted], 1).reason
+
+
 def test_the_outlook_says_what_it_goes_by():
     """c = 0.2; 16 rows cost as 1; 0.8 kept."""
     bench = Bench([0.8], draft_cost=0.2, cost=tiled).run(2000)
@@ -283,14 +293,14 @@ def test_the_outlook_says_what_it_goes_by():
 
 
 def test_adaptive_is_the_default_and_a_fixed_number_has_a_limit_on_requests():
-    assert isinstance(draft_policy(SpeculativeConfig(), 8), AdaptiveDrafts)
-    fixed = draft_policy(SpeculativeConfig(adaptive=False, method="ngram"), 8)
+    assert isinstance(draft_policy(SpeculativeConfig()), AdaptiveDrafts)
+    fixed = draft_policy(SpeculativeConfig(adaptive=False, method="ngram"))
     assert isinstance(fixed, FixedDrafts)
     assert (False, "fixed") == (fixed.uses_draft_model, fixed.choose([a_request()], 8).reason)
     assert "crowded" == fixed.choose([a_request()], 9).reason
     assert fixed.outlook is None
 
 
-def test_without_speculation_predictions_are_still_chosen_for():
-    policy = draft_policy(None, 8)
-    assert (False, "measuring") == (policy.uses_draft_model, policy.choose([a_request()], 50).reason)
+def test_without_speculation_those_that_bring_a_prediction_draft():
+    policy = draft_policy(None)
+    assert (False, {"r": NUM_DRAFTS}) == (policy.uses_draft_model, policy.choose([a_request()], 50).num_drafts)
