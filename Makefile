@@ -5,6 +5,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 PINS   := pyproject.toml constraints.txt
+CLIENTS := .venv-clients
 
 PORT   ?= 8000
 URL    ?= http://127.0.0.1:$(PORT)
@@ -14,10 +15,10 @@ BENCH  ?= startup
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help serve test e2e check bench load metrics image setup clean freeze
+.PHONY: help serve test e2e test-clients check bench load metrics image setup setup-clients clean freeze
 
 help:  ## list the targets
-	@awk -F ':.*## ' '/^[a-z0-9]+:.*## / {printf "  make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z0-9]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 	@echo
 	@echo "  MODEL=$(MODEL) PORT=$(PORT) URL=$(URL) BENCH=\"$(BENCH)\" ARGS=\"...\" PYTHON=$(PYTHON)"
 
@@ -29,6 +30,9 @@ test: $(VENV)/.stamp-test  ## every test but the live-server ones, real model in
 
 e2e: $(VENV)/.stamp-test  ## the tests that start a server and talk to it as a client would
 	$(BIN)/python -m pytest tests/e2e $(ARGS)
+
+test-clients: $(VENV)/.stamp-serve $(CLIENTS)/.stamp  ## other people's clients, and schemathesis, against a live server (needs node)
+	SERVER_PYTHON=$(abspath $(BIN)/python) $(CLIENTS)/bin/python -m pytest -c tests/clients/pytest.ini tests/clients $(ARGS)
 
 check: $(VENV)/.stamp-lint  ## ruff, formatting, strict types, import directions
 	$(BIN)/ruff check .
@@ -50,12 +54,14 @@ image:  ## build the container image and talk to it (needs root, buildah, deboot
 
 setup: $(VENV)/.stamp-test $(VENV)/.stamp-lint  ## all of the set-up, nothing run
 
+setup-clients: $(VENV)/.stamp-serve $(CLIENTS)/.stamp  ## the set-up of test-clients
+
 freeze: setup  ## write what is installed into constraints.txt
 	@{ grep '^#' constraints.txt; $(BIN)/python -m pip list --format=freeze \
 	  | grep -viE '^(octavo|setuptools|torch)=' | LC_ALL=C sort -f; } > constraints.new && mv constraints.new constraints.txt
 
 clean:  ## remove the set-up and everything generated
-	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis results
+	rm -rf $(VENV) $(CLIENTS) tests/clients/node_modules build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis results
 
 # pip 25.1 is the first that knows dependency groups; a new venv has whatever its Python shipped with.
 $(VENV)/.stamp-venv: constraints.txt
@@ -75,4 +81,12 @@ $(VENV)/.stamp-test: $(VENV)/.stamp-serve
 
 $(VENV)/.stamp-lint: $(VENV)/.stamp-test
 	@$(PIP) --group lint
+	@touch $@
+
+# Without Octavo, and apart: these packages' pins agree neither with ours nor always with the newest of each other.
+$(CLIENTS)/.stamp: pyproject.toml constraints-clients.txt tests/clients/package.json
+	@$(PYTHON) -m venv $(CLIENTS)
+	@$(CLIENTS)/bin/python -m pip install --quiet --disable-pip-version-check --constraint constraints-clients.txt 'pip>=25.1'
+	@$(CLIENTS)/bin/python -m pip install --quiet --disable-pip-version-check --constraint constraints-clients.txt --group clients
+	@npm install --prefix tests/clients --no-package-lock --no-audit --no-fund --loglevel=error
 	@touch $@

@@ -26,17 +26,18 @@ class ServerFailed(RuntimeError):
 
 
 @contextmanager
-def octavo_server(*flags: str) -> Iterator[str]:
+def octavo_server(*flags: str, python: str = sys.executable) -> Iterator[str]:
     """A server for as long as the block runs; gives its address, `http://127.0.0.1:PORT`.
 
     Args:
         flags: of `octavo serve`, behind those of `FLAGS`, for example "--max-num-seqs", "4".
+        python: runs the server, where what Octavo needs is installed elsewhere than the tests.
 
     Raises:
         ServerFailed: it did not come up; the message has its log.
     """
     # -P and a path of its own: a project may well have a package called app.
-    command = [sys.executable, "-P", "-m", "app", "serve", "--host", "127.0.0.1", "--port", "0", *FLAGS, *flags]
+    command = [python, "-P", "-m", "app", "serve", "--host", "127.0.0.1", "--port", "0", *FLAGS, *flags]
     environment = {**clean_environment(), "PYTHONPATH": str(HOME)}
     with tempfile.TemporaryDirectory(prefix="octavo-") as directory:
         log = Path(directory) / "server.log"
