@@ -18,7 +18,7 @@ CHECKS = (
 )
 
 
-def test_no_answer_is_outside_of_the_document():
+def test_no_answer_is_outside_of_the_document(tmp_path: Path):
     """No 5xx, no status, type or body that is not documented, nothing taken that the document forbids."""
     python = os.environ.get("SERVER_PYTHON", sys.executable)
     flags = ("--max-model-len", "96", "--no-enable-fault-injection")  # which a fuzzer would find, and stall everybody
@@ -27,7 +27,7 @@ def test_no_answer_is_outside_of_the_document():
         options = ["--checks", ",".join(CHECKS), "--max-examples", "50", "--generation-deterministic", "--no-color"]
         environment = {**os.environ, "SCHEMATHESIS_HOOKS": "schemathesis_hooks", "PYTHONPATH": str(HERE)}
         done = subprocess.run(
-            [*command, *options], env=environment, cwd=HERE, capture_output=True, text=True, check=False
+            [*command, *options], env=environment, cwd=tmp_path, capture_output=True, text=True, check=False
         )
 
     assert 0 == done.returncode, done.stdout[-20_000:] + done.stderr
