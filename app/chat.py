@@ -83,16 +83,20 @@ def prompt_text(template: ChatTemplate, body: ChatRequest, tools: ToolUse) -> st
 
 async def _ask(service: Service, body: ChatRequest, tools: ToolUse, request: Request, arrival_s: float) -> Ask:
     model = service.check_model(body.model)
-    params = _held_to_tools(_params(body), tools)
+    params = _params(body, tools)
     script = parse_script(body.script, is_enabled=service.settings.enable_scripts)
     text = await service.in_tokenizer(prompt_text, service.require_chat_template(), body, tools)
-    await service.in_tokenizer(tools.compile, service.engine)
+    if tools.tools and params.structured_output is not None:
+        try:
+            await service.in_tokenizer(tools.compile, service.engine, params.structured_output)
+        except InvalidRequest as error:
+            raise renamed(error, _names(body)) from error
     return Ask(
         kind="chatcmpl",
         model=model,
         prompt=text,
         params=params,
-        names={**_names(body), **({"structured_output": "tools"} if tools.structured_output() else {})},
+        names=_names(body),
         n=body.n or 1,
         bad_words=body.bad_words or (),
         max_prompt_tokens=body.truncate_prompt_tokens,
@@ -105,34 +109,26 @@ async def _ask(service: Service, body: ChatRequest, tools: ToolUse, request: Req
     )
 
 
-def _params(body: ChatRequest) -> SamplingParams:
+def _params(body: ChatRequest, tools: ToolUse) -> SamplingParams:
     if body.top_logprobs is not None and not body.logprobs:
         raise InvalidRequest("top_logprobs needs logprobs to be true", "top_logprobs")
     names = _names(body)
     try:
-        return sampling_params(
+        params = sampling_params(
             body,
             max_tokens=getattr(body, names["max_tokens"]),
             num_logprobs=(body.top_logprobs or 0) if body.logprobs else None,
             num_prompt_logprobs=body.prompt_logprobs,
         )
+        return replace(params, structured_output=tools.structured_output(params.structured_output))
     except InvalidRequest as error:
         raise renamed(error, names) from None
-
-
-def _held_to_tools(params: SamplingParams, tools: ToolUse) -> SamplingParams:
-    structured_output = tools.structured_output()
-    if structured_output is None:
-        return params
-    if params.structured_output is not None:
-        raise InvalidRequest("an output is held either to a format or to calls of tools", "tools")
-    return replace(params, structured_output=structured_output)
 
 
 def _names(body: ChatRequest) -> dict[str, str]:
     """What the engine's fields are called in this body."""
     limit = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
-    return {"prompt": "messages", "max_tokens": limit}
+    return {"prompt": "messages", "max_tokens": limit, "structured_output": "tools"}
 
 
 async def _complete(service: Service, job: Job, writer: "_Writer") -> ChatResponse:

@@ -16,7 +16,7 @@ from core import lark_json
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
 MAX_CALLS = 32  # of an answer that has to be calls: it may end after each, but a small model may not see when to
-_TEXT = r"/(.|\n)*/"
+TEXT = r"/(.|\n)*/"  # any
 _INTRODUCTION = """\
 # Tools
 
@@ -68,17 +68,18 @@ def _result(message: Mapping[str, Any]) -> str:
     return f"<tool_response>\n{message['content']}\n</tool_response>"
 
 
-def grammar(schemas: Mapping[str, Mapping[str, Any]], *, is_parallel: bool, allows_text: bool) -> str:
-    """In llguidance's Lark: calls of these functions, with arguments of these schemas and, on wish, text around them.
+def grammar(schemas: Mapping[str, Mapping[str, Any]], *, is_parallel: bool, otherwise: str | None = None) -> str:
+    """In llguidance's Lark: calls of these functions, with arguments of these schemas.
 
-    With text the tag decides: once it is written there is no way but through a call.
+    `otherwise` is a term for what may be instead of calls. Free text (`TEXT`) may be around them too: then the tag
+    decides, and once it is written there is no way but through a call.
     """
-    if allows_text:
-        start = f"(open call)* {_TEXT}" if is_parallel else f"open call | {_TEXT}"
-        rules = [f"start: {start}", f"open[lazy]: {_TEXT} {json.dumps(OPEN)}"]
+    if otherwise == TEXT:
+        start = f"(open call)* {TEXT}" if is_parallel else f"open call | {TEXT}"
+        rules = [f"start: {start}", f"open[lazy]: {TEXT} {json.dumps(OPEN)}"]
     else:
         more = f' ("\\n" open call){{0,{MAX_CALLS - 1}}}' if is_parallel else ""
-        rules = [f"start: open call{more}", f"open: {json.dumps(OPEN)}"]
+        rules = [f"start: open call{more}{f' | {otherwise}' if otherwise else ''}", f"open: {json.dumps(OPEN)}"]
     choices = " | ".join(f"call_{i}" for i in range(len(schemas)))
     rules.append(f'call: "\\n" ({choices}) "\\n{CLOSE}"')
     for i, (name, schema) in enumerate(schemas.items()):

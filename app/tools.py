@@ -3,25 +3,28 @@
 | tool_choice | the model is told of the tools | its output is held to | and read as | finish reason of calls |
 |---|---|---|---|---|
 | none (the default without tools) | no | nothing | text | |
-| auto (the default with tools) | yes | nothing; calls to the schemas if one is strict | text and calls | tool_calls |
+| auto (the default with tools) | yes | nothing; calls to schemas if one is strict | text and calls | tool_calls |
 | required | yes | calls in the form, their arguments to the schemas | calls | tool_calls |
 | a function by name | yes | the schema of its parameters | its arguments | stop |
 
-The form is that of `app.hermes`.
+The form of calls is that of `app.hermes`. Where the output has a form of its own too (`response_format`), a model left
+to itself answers in that form or calls.
 """
 
 import json
-from collections.abc import Sequence
+import time
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from app.hermes import CallReader, grammar
+from app.hermes import TEXT, CallReader, grammar
 from app.parts import ArgumentsReader, Part, PartReader, TextReader
 from app.schemas import ChatFinishReason, ChatRequest, FinishReason, FunctionDefinition, NamedToolChoice, Tool
-from core import Engine, InvalidRequest, StructuredOutput
+from core import Engine, InvalidRequest, StructuredOutput, lark_json
 
 Choice = Literal["none", "auto", "required", "named"]
 ANY_OBJECT = {"type": "object"}
+MAX_SEARCH_S = 2.0  # for the function whose schema cannot be enforced
 NO_ARGUMENTS = {"type": "object", "properties": {}, "additionalProperties": False}
 
 
@@ -45,23 +48,35 @@ class ToolUse:
     def must_call(self) -> bool:
         return self.choice in ("required", "named")
 
-    def structured_output(self) -> StructuredOutput | None:
-        """What the output is held to, if anything."""
+    def structured_output(self, form: StructuredOutput | None) -> StructuredOutput | None:
+        """What the output is held to, if anything: `form`, or calls, or one or the other where the model decides.
+
+        Raises InvalidRequest for a form that is no JSON, beside tools, or beside calls that must be made.
+        """
+        if self.choice == "none":
+            return form
+        if form is not None and (self.choice != "auto" or form.kind not in ("json_schema", "json_object")):
+            raise InvalidRequest(f"an output held to the form of a {form.kind} cannot be calls of tools", "tools")
         schemas = self._enforced()
         if self.named is not None:
             return StructuredOutput("json_schema", json.dumps(schemas[self.named]))
-        if not schemas:
+        if form is None and not schemas:
             return None
-        lark = grammar(schemas, is_parallel=self.is_parallel, allows_text=self.choice == "auto")
-        return StructuredOutput("grammar", lark)
+        otherwise = TEXT if self.choice == "auto" else None
+        if form is not None:
+            schemas, otherwise = schemas or {tool.function.name: ANY_OBJECT for tool in self.tools}, _json_of(form)
+        return StructuredOutput("grammar", grammar(schemas, is_parallel=self.is_parallel, otherwise=otherwise))
 
-    def compile(self, engine: Engine) -> None:
-        """Have each enforced schema tried by itself, so that the one that cannot be honoured can be named."""
-        for name, schema in self._enforced().items():
-            try:
-                engine.compile(StructuredOutput("json_schema", json.dumps(schema)))
-            except InvalidRequest as error:
-                raise InvalidRequest(f"the parameters of the function {name!r}: {error}", "tools") from error
+    def compile(self, engine: Engine, wanted: StructuredOutput) -> None:
+        """Have the output's grammar compiled. Raises InvalidRequest, naming the function if it is one's fault."""
+        deadline = time.monotonic() + MAX_SEARCH_S
+        try:
+            engine.compile(wanted)
+        except InvalidRequest:
+            for name, schema in self._enforced().items():
+                if time.monotonic() < deadline:  # each may take as long as all of them together
+                    _try(engine, name, schema)
+            raise
 
     def _enforced(self) -> dict[str, dict[str, Any]]:
         """Schemas that arguments are held to, by function; none where calls may look as they like."""
@@ -133,6 +148,24 @@ def _choice(body: ChatRequest) -> tuple[Choice, str | None]:
 def _schema(function: FunctionDefinition) -> dict[str, Any]:
     """Of a function's arguments; without a word on parameters it has none."""
     return NO_ARGUMENTS if function.parameters is None else {**function.parameters, **ANY_OBJECT}
+
+
+def _try(engine: Engine, name: str, schema: Mapping[str, Any]) -> None:
+    try:
+        engine.compile(StructuredOutput("json_schema", json.dumps(schema)))
+    except InvalidRequest as error:
+        raise InvalidRequest(f"the parameters of the function {name!r}: {error}", "tools") from error
+
+
+def _json_of(form: StructuredOutput) -> str:
+    """JSON of a form as a term of a grammar."""
+    try:
+        schema = json.loads(str(form.value)) if form.kind == "json_schema" else ANY_OBJECT
+    except (ValueError, RecursionError) as error:
+        raise InvalidRequest(f"json_schema is no JSON: {error}", "structured_output") from error
+    if not isinstance(schema, dict | bool):
+        raise InvalidRequest("json_schema must be an object", "structured_output")
+    return lark_json(schema if isinstance(schema, dict) else {} if schema else {"not": {}})
 
 
 def definitions(tools: Sequence[Tool]) -> list[dict[str, Any]]:

@@ -30,7 +30,7 @@ Event = Mapping[str, Any]
 
 def extensions(body: GenerationRequest) -> dict[str, Any]:
     """The fields that all our requests have in common, as they were sent."""
-    return body.model_dump(include=set(GenerationRequest.model_fields), exclude_unset=True)
+    return body.model_dump(include=set(GenerationRequest.model_fields), exclude_unset=True, by_alias=True)
 
 
 def chat_request(fields: Mapping[str, Any], names: Mapping[str, str]) -> ChatRequest:
@@ -52,13 +52,19 @@ def in_words_of(names: Mapping[str, str]) -> Iterator[None]:
     try:
         yield
     except InvalidRequest as error:
-        raise renamed(error, names) from error
+        found = renamed(error, names)
+        raise type(found)(_reworded(str(found), error.param, names), found.param) from error
     except ApiError as error:
-        param = error.param or ""
-        if param in names:
-            error.param = names[param]
-            error.message = error.message.replace(f"'{param}'", f"'{names[param]}'")
+        error.message = _reworded(error.message, error.param, names)
+        error.param = names.get(error.param or "", error.param)
         raise
+
+
+def _reworded(message: str, param: str | None, names: Mapping[str, str]) -> str:
+    """Where a message says which of the messages, it stays: their places in the body are others."""
+    if param is None or param not in names or f"{param}[" in message:
+        return message
+    return message.replace(param, names[param])
 
 
 class EventWriter(Protocol):

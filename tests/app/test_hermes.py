@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from app.hermes import CallReader, grammar, in_words
+from app.hermes import TEXT, CallReader, grammar, in_words
 from app.parts import CallArguments, CallStart, Part, Text, assembled
-from core import ByteTokenizer, StructuredOutput
+from core import ByteTokenizer, StructuredOutput, lark_json
 from core.decoding.constraints import GrammarCompiler
 
 NAMES = {"f", "g"}
@@ -20,6 +20,9 @@ F_ARGUMENTS = '{"a": "x}", "b": [1, {}]}'
 
 def call(text: str) -> str:
     return f"<tool_call>\n{text}\n</tool_call>"
+
+
+F1 = call('{"name": "f", "arguments": {"a": 1}}')
 
 
 def read(*pieces: str, **options: Any) -> list[Part]:
@@ -57,6 +60,7 @@ def answer(*pieces: str, **options: Any) -> tuple[str, list[tuple[str, str]]]:
         ('<tool_call>{"arguments": {"a":1}, "name": "g"}</tool_call>', "", [("g", '{"a": 1}')]),
         ('<tool_call>{"name": "g"}</tool_call>', "", [("g", "{}")]),
         ('<tool_call>{"name": "g", "arguments": {"a":1}, "id": 3}</tool_call>', "", [("g", '{"a":1}')]),
+        ('<tool_call>{"name": "g", "arguments": {"a":1}, "x": {"y": 2}}</tool_call>', "", [("g", '{"a":1}')]),
     ],
 )
 def test_calls_are_found_and_what_is_around_them_stays_text(text: str, shown: str, calls: list[tuple[str, str]]):
@@ -84,12 +88,12 @@ def test_calls_are_found_and_what_is_around_them_stays_text(text: str, shown: st
 )
 def test_what_is_no_call_stays_text_and_does_not_hide_the_next(inside: str):
     text = f"see \n<tool_call>\n{inside}\n</tool_call> so\n"
-    follows = f"{text}{call(F)}"
+    follows = f"{text}{F1}"
 
     assert (text, []) == answer(text)
     assert (text, []) == answer(*text)
-    assert (text.rstrip(), [("f", F_ARGUMENTS)]) == answer(follows)
-    assert (text.rstrip(), [("f", F_ARGUMENTS)]) == answer(*follows)
+    assert (text.rstrip(), [("f", '{"a": 1}')]) == answer(follows)
+    assert (text.rstrip(), [("f", '{"a": 1}')]) == answer(*follows)
 
 
 @pytest.mark.parametrize("arguments", ["{bad}", '{"a": NaN}', '{"a": 1,}', '{"a": "\n"}'])
@@ -185,7 +189,6 @@ SCHEMAS: dict[str, Any] = {
     "f": {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"], "additionalProperties": False},
     "g": {"type": "object"},
 }
-F1 = call('{"name": "f", "arguments": {"a": 1}}')
 TRUE = call('{"name": "f", "arguments": {"a": true}}')
 G1 = call('{"name": "g", "arguments": {"b": [1, "x"]}}')
 
@@ -199,12 +202,13 @@ G1 = call('{"name": "g", "arguments": {"b": [1, "x"]}}')
             ["", "x", f"{F1}{G1}", f"{F1}\nx", F1.replace("1", "true"), F1.replace("f", "h")],
         ),
         ({"is_parallel": False}, [F1], ["", f"{F1}\n"]),
-        ({"allows_text": True}, ["", "x", "a < b", F1, f"x {F1} y\n{G1}z"], ["x<tool_call>y", TRUE]),
-        ({"is_parallel": False, "allows_text": True}, ["", "x", f"x {F1}"], ["<tool_call>y", f"{F1} y"]),
+        ({"otherwise": TEXT}, ["", "x", "a < b", F1, f"x {F1} y\n{G1}z"], ["x<tool_call>y", TRUE]),
+        ({"otherwise": lark_json({"type": "integer"})}, ["7", F1], ["x", f"{F1}7", f"7{F1}", TRUE]),
+        ({"is_parallel": False, "otherwise": TEXT}, ["", "x", f"x {F1}"], ["<tool_call>y", f"{F1} y"]),
     ],
 )
-def test_the_grammar_is_the_form(options: dict[str, bool], whole: list[str], no_way: list[str]):
-    lark = grammar(SCHEMAS, **{"is_parallel": True, "allows_text": False, **options})
+def test_the_grammar_is_the_form(options: dict[str, Any], whole: list[str], no_way: list[str]):
+    lark = grammar(SCHEMAS, **{"is_parallel": True, **options})
     compiled = GrammarCompiler(ByteTokenizer()).compile(StructuredOutput("grammar", lark))
 
     def takes(text: str) -> bool:

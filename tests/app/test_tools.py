@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 
 from app.factory import load
-from app.hermes import grammar
+from app.hermes import TEXT, grammar
 from app.schemas import ChatRequest
-from app.tools import definitions, tool_use
-from core import StructuredOutput
+from app.tools import ToolUse, definitions, tool_use
+from core import InvalidRequest, StructuredOutput, lark_json
 from tests.app.servers import RunningServer, in_process, make_settings
 from tests.app.test_completions import chunks
 
@@ -100,6 +100,14 @@ async def test_a_call_that_the_limit_cuts_ends_with_length():
 
     assert {"content": None, "calls": [("f", '{"a')], "reason": "length"} == whole
     assert {**whole, "content": ""} == streamed
+
+
+@pytest.mark.parametrize("inside", ['{"name": "f", "arguments": {bad', '{"name": "f", "arguments": {"a": 1'])
+async def test_a_call_that_the_model_left_unfinished_is_none_where_the_whole_is_known(inside: str):
+    async with with_room() as server:
+        body = (await server.chat(messages=HELLO, tools=TOOLS, script=["<tool_call>", inside])).json()
+
+    assert {"content": f"<tool_call>{inside}", "calls": [], "reason": "stop"} == plain(body)
 
 
 async def test_arguments_stream_in_pieces_and_tokens_stay_with_what_they_wrote():
@@ -221,11 +229,47 @@ def test_left_to_itself_a_model_is_held_to_the_schemas_of_strict_functions_once_
         for tools in (TOOLS, [strict, tool("g", parameters=WEATHER)])
     )
     held = StructuredOutput(
-        "grammar", grammar({"f": WEATHER, "g": {"type": "object"}}, is_parallel=is_parallel, allows_text=True)
+        "grammar", grammar({"f": WEATHER, "g": {"type": "object"}}, is_parallel=is_parallel, otherwise=TEXT)
     )
 
-    assert loose.structured_output() is None
-    assert held == mixed.structured_output()
+    assert loose.structured_output(None) is None
+    assert held == mixed.structured_output(None)
+
+
+def use(choice: Any = "auto", **fields: Any) -> ToolUse:
+    return tool_use(ChatRequest(messages=[{"role": "user"}], tools=[tool(**fields)], tool_choice=choice))
+
+
+@pytest.mark.parametrize("strict", [True, False])
+@pytest.mark.parametrize(
+    ("form", "term"),
+    [
+        (StructuredOutput("json_schema", '{"type": "integer"}'), lark_json({"type": "integer"})),
+        (StructuredOutput("json_schema", "true"), lark_json({})),
+        (StructuredOutput("json_object"), lark_json({"type": "object"})),
+    ],
+)
+def test_left_to_itself_a_model_calls_or_answers_in_the_form(form: StructuredOutput, term: str, strict: bool):
+    arguments = WEATHER if strict else {"type": "object"}
+    held = use(parameters=WEATHER, strict=strict).structured_output(form)
+
+    assert StructuredOutput("grammar", grammar({"f": arguments}, is_parallel=True, otherwise=term)) == held
+    assert form == use("none").structured_output(form)
+
+
+@pytest.mark.parametrize(
+    ("choice", "form"),
+    [
+        ("required", StructuredOutput("json_object")),
+        (FORCED, StructuredOutput("json_object")),
+        ("auto", StructuredOutput("regex", "a")),
+        ("auto", StructuredOutput("json_schema", "{")),
+        ("auto", StructuredOutput("json_schema", "7")),
+    ],
+)
+def test_a_form_and_calls_that_exclude_each_other_are_refused(choice: Any, form: StructuredOutput):
+    with pytest.raises(InvalidRequest):
+        use(choice).structured_output(form)
 
 
 @pytest.mark.parametrize(
