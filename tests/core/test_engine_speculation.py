@@ -5,7 +5,7 @@ An answer is all that a client gets: token ids, text, log-probabilities, why it 
 
 from collections.abc import Sequence
 from functools import cache
-from itertools import product
+from itertools import product, zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -43,10 +43,14 @@ def engine(speculative: SpeculativeConfig | None, **config: Any) -> Engine:
 Answer = tuple[Any, ...]
 
 
-def answers(engine: Engine, prompts: Sequence[str], **params: Any) -> dict[str, Answer]:
-    for i, prompt in enumerate(prompts):
+def answers(
+    engine: Engine, prompts: Sequence[str], predictions: Sequence[str] = (), **params: Any
+) -> dict[str, Answer]:
+    sampling = SamplingParams(num_logprobs=2, **params)
+    for i, (prompt, prediction) in enumerate(zip_longest(prompts, predictions, fillvalue="")):
         ids = tuple(engine.tokenizer.encode(prompt))
-        engine.add(NewRequest(request_id=str(i), prompt_token_ids=ids, params=SamplingParams(num_logprobs=2, **params)))
+        predicted = tuple(engine.tokenizer.encode(prediction, add_special_tokens=False))
+        engine.add(NewRequest(request_id=str(i), prompt_token_ids=ids, params=sampling, prediction_token_ids=predicted))
     outputs: dict[str, list[RequestOutput]] = {str(i): [] for i in range(len(prompts))}
     while engine.has_unfinished_requests:
         for output in engine.step():
@@ -81,14 +85,19 @@ def test_greedy_answers_to_200_prompts_are_the_same(method: str) -> None:
 
 @pytest.mark.real_model
 def test_greedy_answers_of_a_real_model_to_20_prompts_are_the_same(smollm2_path: Path) -> None:
+    """Look-up; and without speculation, with predictions: what it says, with a word put in."""
     config = {"model": str(smollm2_path), "cache_dir": smollm2_path.parent, "num_kv_blocks": 200}
+    config |= {"enable_prefix_caching": False}
     params: dict[str, Any] = {"temperature": 0, "max_tokens": 12}
-    plain = answers(engine(None, **config), REAL_PROMPTS, **params)
-    speculating = engine(speculation("ngram", 4), **config)
+    unspeculating, speculating = engine(None, **config), engine(speculation("ngram", 4), **config)
+    plain = answers(unspeculating, REAL_PROMPTS, **params)
 
     assert 20 == len(plain)
     assert plain == answers(speculating, REAL_PROMPTS, **params)
     assert 0 < speculating.stats.num_accepted_tokens < speculating.stats.num_draft_tokens
+    edited = [answer[1][:12] + " oddly" + answer[1][12:] for answer in plain.values()]
+    assert plain == answers(unspeculating, REAL_PROMPTS, edited, **params)
+    assert 60 < unspeculating.stats.num_accepted_tokens < unspeculating.stats.num_draft_tokens
 
 
 SEEDED = PROMPTS[:20]

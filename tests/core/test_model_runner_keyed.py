@@ -31,11 +31,11 @@ from tests.oracle import Doubles, Laws
 TWO_TOKENS = replace(CONFIG, vocab_size=2)
 TARGET = Model(TWO_TOKENS, random_tensors(TWO_TOKENS, 5, loudness=0.6))
 DRAFT = good_draft_for(TARGET)
-PROMPT, LENGTH, NUM_BLOCKS = (1, 0, 1), 3, 2000
+PROMPT, NUM_BLOCKS = (1, 0, 1), 6000
 PARAMS: dict[str, SamplingParams] = {
-    "plain": SamplingParams(max_tokens=LENGTH, seed=1, ignore_eos=True),
+    "plain": SamplingParams(seed=1, ignore_eos=True),
     "processed": SamplingParams(
-        max_tokens=LENGTH, seed=1, ignore_eos=True, temperature=1.5, frequency_penalty=0.7, repetition_penalty=1.3
+        seed=1, ignore_eos=True, temperature=1.5, frequency_penalty=0.7, repetition_penalty=1.3
     ),
 }
 DRAFTERS = ("none", "draft model", "look-up", "prediction")
@@ -61,10 +61,10 @@ class Path:
     weight: float
 
 
-def paths(target: Laws, draft: Laws) -> Iterator[Path]:
+def paths(target: Laws, draft: Laws, length: int) -> Iterator[Path]:
     """All noise: numbers between which neither target nor draft model changes its mind, whatever came before."""
     axes = []
-    for position in range(LENGTH):
+    for position in range(length):
         contexts = product(range(2), repeat=position)
         axes.append(oracle.cells([laws(context)[0] for context in contexts for laws in (target, draft)]))
     for places in product(*(range(len(middles)) for middles, _ in axes)):
@@ -85,9 +85,11 @@ class Outcome:
 def enumerate_keyed(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Outcome]:
     """Runs a request for each path, its noise being the path's."""
 
-    def run(name: str, drafter: str, num_drafts: int, predicted: Sequence[int] = (0, 1, 1)) -> Outcome:
-        params = PARAMS[name]
-        every = list(paths(laws_of(TARGET, params), laws_of(DRAFT, params)))
+    def run(
+        name: str, drafter: str, num_drafts: int, length: int = 3, predicted: Sequence[int] = (0, 1, 1, 0)
+    ) -> Outcome:
+        params = replace(PARAMS[name], max_tokens=length)
+        every = list(paths(laws_of(TARGET, params), laws_of(DRAFT, params), length))
 
         def gumbel_noise(seed: int, choice: int, position: int, purpose: Purpose, size: int) -> Doubles:
             assert (Purpose.SAMPLE, 2) == (purpose, size)
@@ -122,15 +124,15 @@ def _proposer(drafter: str) -> Proposer | None:
     return NgramProposer(1, 2) if drafter == "look-up" else None
 
 
-@pytest.mark.parametrize("num_drafts", [1, 2])
+@pytest.mark.parametrize(("num_drafts", "length"), [(1, 3), (2, 3), (3, 4)])
 @pytest.mark.parametrize("drafter", DRAFTERS)
 @pytest.mark.parametrize("name", PARAMS)
 def test_tokens_have_the_targets_law_and_are_the_same_with_any_drafter(
-    enumerate_keyed: Callable[..., Outcome], name: str, drafter: str, num_drafts: int
+    enumerate_keyed: Callable[..., Outcome], name: str, drafter: str, num_drafts: int, length: int
 ) -> None:
-    """Three tokens: with one draft, or where one was refused, they take two steps and more."""
-    expected = oracle.law_of_sequences(laws_of(TARGET, PARAMS[name]), LENGTH)
-    plain, drafted = enumerate_keyed(name, "none", 0), enumerate_keyed(name, drafter, num_drafts)
+    """With one draft, or where one was refused, the tokens take two steps and more."""
+    expected = oracle.law_of_sequences(laws_of(TARGET, PARAMS[name]), length)
+    plain, drafted = (enumerate_keyed(name, *way, length) for way in (("none", 0), (drafter, num_drafts)))
 
     assert oracle.total_variation(expected, plain.law) < 1e-12
     assert plain.outputs == drafted.outputs
@@ -166,7 +168,9 @@ def test_looked_up_drafts_are_accepted_with_the_chance_that_the_target_gives_the
     target, drafted = laws_of(TARGET, PARAMS["plain"]), (0, 1)
     chances = [target(drafted[:i])[token] for i, token in enumerate(drafted)]
     expected = chances[0] + chances[0] * chances[1]
-    assert expected == pytest.approx(enumerate_keyed("plain", "prediction", 2, drafted).num_accepted, abs=1e-9)
+    assert expected == pytest.approx(
+        enumerate_keyed("plain", "prediction", 2, predicted=drafted).num_accepted, abs=1e-9
+    )
 
 
 def test_a_rule_that_takes_drafts_unseen_does_not_keep_the_law(
@@ -178,5 +182,5 @@ def test_a_rule_that_takes_drafts_unseen_does_not_keep_the_law(
         return [*draft[:1], *honest(request, draft, logits_KV)[len(draft[:1]) :]]
 
     monkeypatch.setattr(core.model_runner, "_accept_keyed", trusting)
-    expected = oracle.law_of_sequences(laws_of(TARGET, PARAMS["plain"]), LENGTH)
+    expected = oracle.law_of_sequences(laws_of(TARGET, PARAMS["plain"]), 3)
     assert oracle.total_variation(expected, enumerate_keyed("plain", "draft model", 2).law) > 1e-2

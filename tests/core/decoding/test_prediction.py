@@ -110,6 +110,28 @@ def test_never_more_than_there_are_slots_for(slots: int, draft: bytes | None) ->
     assert ({"a": draft} if draft else {}) == {name: bytes(d.token_ids) for name, d in drafts.items()}
 
 
+class NoVowels:
+    """A grammar as proposers see one."""
+
+    def num_allowed(self, token_ids: Sequence[int], draft: Sequence[int]) -> int:
+        return next((i for i, token in enumerate(draft) if token in b"aeiou"), len(draft))
+
+    def allowed(self, token_ids: Sequence[int]) -> bytes:
+        raise AssertionError("asked by the sampler alone")
+
+    def is_complete(self, token_ids: Sequence[int]) -> bool:
+        return False
+
+
+def test_a_draft_ends_where_the_grammar_forbids_it() -> None:
+    request, forbidden = a_request("a", "bcdefgh", "b"), a_request("f", "bcdefgh", "bcd")
+    request.constraint = forbidden.constraint = NoVowels()
+    inner = Chatterbox()
+    proposal = PredictionProposer(inner).propose(builders.plan(request, forbidden, num_draft_slots=4))
+    assert b"cd" == bytes(proposal.drafts["a"].token_ids)
+    assert {"a": 0, "f": 2} == inner.slots  # nothing of it is left, so the inner proposer may try
+
+
 def test_each_request_has_a_place_of_its_own() -> None:
     proposer: Proposer = PredictionProposer()
     one, other = a_request("one", "abcdef", "abc"), a_request("other", "abcdef", "a")
