@@ -112,6 +112,7 @@ class Engine:
             self.max_model_len, self._num_drafts, has_prefix_cache=config.enable_prefix_caching
         )
         self._executed: list[_Executed] = []  # in the step under way
+        self._planned: dict[str, Request] = {}  # in the step under way, who may say something
         self._holds_free_blocks = False
         self._is_dead = False
         self.stats: EngineStats = self._snapshot()
@@ -295,15 +296,15 @@ class Engine:
         """
         self._raise_if_dead()
         self._executed.clear()
+        self._planned.clear()
         started_s = self._clock()
-        known = {s.request_id: s for s in self._scheduler.unfinished_requests()}
         try:
             self._scheduler.step()
         except BaseException:
             self._is_dead = True
             raise
         outputs = self._scheduler.take_outputs()
-        self._gather(outputs, known)
+        self._gather(outputs)
         if len(self._executed) == 1:  # in steps that had to be repeated times say nothing
             (executed,) = self._executed
             self._drafting.observe(executed.plan, executed.result, self._clock() - started_s)
@@ -312,6 +313,8 @@ class Engine:
 
     def _execute(self, plan: SchedulerOutput) -> ModelRunnerOutput:
         started_s = self._clock()
+        for scheduled in plan.scheduled:
+            self._planned.update((r.request_id, r) for r in (scheduled.request, *scheduled.request.siblings))
         result = self._runner(plan)
         self._measure(plan, result, self._clock() - started_s)
         if not plan.scheduled:  # blocks moved again after a step that raised; nothing was computed
@@ -327,7 +330,7 @@ class Engine:
         if plan.num_tokens:
             self._cost.observe_step(plan.num_tokens, seconds - result.tier_seconds)
 
-    def _gather(self, outputs: Sequence[RequestOutput], known: dict[str, Request]) -> None:
+    def _gather(self, outputs: Sequence[RequestOutput]) -> None:
         now_s = self._clock()
         for executed in self._executed:
             self._gatherer.on_iteration(executed.num_tokens)
@@ -339,7 +342,7 @@ class Engine:
             )
             self._gatherer.drafts.on_bounds(list(executed.result.sampled.values()))
         for output in outputs:
-            self._gatherer.on_output(known[output.request_id], output, now_s)
+            self._gatherer.on_output(self._planned[output.request_id], output, now_s)
 
     def describe_kv(self) -> dict[str, Any]:
         """Block tables, reference counts and hashes as they are now, as JSON's types. Engine thread only."""

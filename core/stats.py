@@ -178,7 +178,7 @@ class StatsGatherer:
             request = scheduled.request
             if scheduled.yields_token and request.num_drafts_wanted:
                 self._histograms["draft_tokens"].observe(scheduled.num_draft_slots)
-            times = self._times.setdefault(request.request_id, _Times())
+            times = self._times_of(request)
             if times.first_scheduled is None:
                 times.first_scheduled = started_s
                 self._queries += request.num_prompt_tokens if self._has_prefix_cache else 0
@@ -188,7 +188,7 @@ class StatsGatherer:
 
     def on_output(self, request: Request, output: RequestOutput, now_s: float) -> None:
         """A request has new tokens, or has failed."""
-        times = self._times.setdefault(request.request_id, _Times())
+        times = self._times_of(request)
         num_new = output.num_generated_tokens - times.num_generated
         if num_new:
             if times.first_token is None:
@@ -202,6 +202,12 @@ class StatsGatherer:
             self._count_prompt(request)  # it wanted no tokens, so none will count it
         if output.finish_reason is not None:
             self.on_finish(request, now_s)
+
+    def _times_of(self, request: Request) -> _Times:
+        times = self._times.get(request.request_id)
+        if times is None:
+            times = self._times[request.request_id] = _Times()
+        return times
 
     def _on_first_token(self, request: Request, times: _Times, now_s: float) -> None:
         times.first_token = now_s

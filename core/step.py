@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from core.request import DraftOutcome, Request, TokenLogprobs
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)  # not frozen, as `core.request.OutputToken` is not
 class ScheduledRequest:
     """A request's share of a step.
 
@@ -112,7 +112,7 @@ class SchedulerOutput:
         )
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)  # not frozen, as `core.request.OutputToken` is not
 class SampledTokens:
     """A request's new tokens: its accepted drafts and the one token that the target adds.
 

@@ -80,6 +80,7 @@ class IncrementalDetokenizer:
         self._shows_special = shows_special
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self._strips_space = at_start and tokenizer.strips_leading_space
+        self.is_open = False  # bytes of an unfinished character are held
 
     def decode(self, token_id: int) -> str:
         """Text that this token completes; '' while a character is still open."""
@@ -89,18 +90,18 @@ class IncrementalDetokenizer:
         if self._strips_space and data:
             data = data.removeprefix(b" ")
             self._strips_space = False
-        return self._decoder.decode(data)
+        if not self.is_open and data.isascii():
+            return data.decode("ascii")
+        text = self._decoder.decode(data)
+        self.is_open = bool(self._decoder.getstate()[0])
+        return text
 
     def flush(self) -> str:
         """What is left at the end: one U+FFFD if a character stayed open, else ''."""
         text = self._decoder.decode(b"", final=True)
         self._decoder.reset()
+        self.is_open = False
         return text
-
-    @property
-    def is_open(self) -> bool:
-        """True while bytes of an unfinished character are held."""
-        return bool(self._decoder.getstate()[0])
 
 
 def decode_pieces(tokenizer: Tokenizer, token_ids: Iterable[int], *, shows_special: bool = False) -> list[str]:

@@ -119,7 +119,7 @@ def tokenizer_json(tokenizer: Tokenizer) -> str:
     """The package's form of a tokenizer of ours."""
     if isinstance(tokenizer, VocabularyTokenizer):
         return tokenizer.to_json()
-    return _bytes_as_bpe(tokenizer).to_str()
+    return str(_bytes_as_bpe(tokenizer).to_str())
 
 
 def _bytes_as_bpe(tokenizer: Tokenizer) -> Any:
@@ -158,7 +158,8 @@ def as_bytes(array: NDArray[np.float32], dtype: str) -> bytes:
 def bfloat16_bits(array: NDArray[np.float32]) -> NDArray[np.uint16]:
     """A bfloat16 is a float32's upper half: add just under half of what goes, and one more if that makes it even."""
     bits = np.ascontiguousarray(array, dtype="<f4").view("<u4")
-    return ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype("<u2")
+    rounded: NDArray[np.uint16] = ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype("<u2")
+    return rounded
 
 
 def export_gguf(source: Path, output: Path, dtype: str) -> None:
@@ -175,8 +176,8 @@ def export_gguf(source: Path, output: Path, dtype: str) -> None:
             writer.add_key_value(field.name, field.contents(), kind, sub_kind)
     writer.add_file_type(gguf.LlamaFileType[GGUF_FILE_TYPES[dtype]])
     for name, array in _matrices(reader):
-        kind = gguf.GGMLQuantizationType[GGUF_TYPES[dtype] if array.ndim > 1 else "F32"]
-        writer.add_tensor(name, gguf.quantize(array, kind), raw_dtype=kind)
+        quant = gguf.GGMLQuantizationType[GGUF_TYPES[dtype] if array.ndim > 1 else "F32"]
+        writer.add_tensor(name, gguf.quantize(array, quant), raw_dtype=quant)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

@@ -102,7 +102,8 @@ async def _run(host: str, port: int, requests: Sequence[bytes]) -> Outcome:
         await asyncio.gather(*(stream.ended for stream in streams))
     seconds = time.perf_counter() - started_s
     num_tokens = sum(stream.num_tokens() for stream in streams)
-    return Outcome(seconds, [stream.first_s - started_s for stream in streams], num_tokens)
+    first_token_s = [stream.first_s - started_s for stream in streams if stream.first_s is not None]
+    return Outcome(seconds, first_token_s, num_tokens)
 
 
 def run_over_http(host: str, port: int, model: str, work: Work) -> Outcome:

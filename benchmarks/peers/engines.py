@@ -5,10 +5,11 @@ seen before. Variables that only our own machine's BLAS needs are taken away for
 """
 
 import importlib.metadata
+import re
 import subprocess
 import sys
 from argparse import Namespace
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from benchmarks.peers.processes import Command, DrivenEngine, Engine, HttpEngine
@@ -25,22 +26,30 @@ CLEAN: dict[str, str | None] = {"OPENBLAS_CORETYPE": None, "OPENBLAS_L2_SIZE": N
 
 def octavo(options: Namespace, logs: Path, flags: str) -> Engine:
     """Ours, with further flags of `octavo serve`."""
+    name = f"Octavo {flags}".strip()
+    return octavo_server(name, options.model, ["--speculative-config", "null", *flags.split()], logs)
+
+
+def octavo_server(name: str, model: str, flags: Sequence[str], logs: Path) -> HttpEngine:
     arguments = [
-        *(sys.executable, "-m", "app", "serve", options.model, "--host", "127.0.0.1", "--port", "{port}"),
+        *(sys.executable, "-m", "app", "serve", model, "--host", "127.0.0.1", "--port", "{port}"),
         *("--max-num-seqs", str(MAX_STREAMS), "--num-kv-blocks", str(KV_TOKENS // BLOCK_SIZE)),
-        *("--max-model-len", str(MAX_MODEL_LEN), "--speculative-config", "null", "--log-level", "warning"),
-        *flags.split(),
+        *("--max-model-len", str(MAX_MODEL_LEN), "--log-level", "warning"),
+        *flags,
     ]
     version = f"octavo {importlib.metadata.version('octavo')}, NumPy {importlib.metadata.version('numpy')}"
-    name = f"Octavo {flags}".strip()
-    log = logs / f"octavo{flags.replace('/', '_').replace(' ', '_')}.log"
-    return HttpEngine(name, Command(arguments, CLEAN), log, model=options.model, versions=version)
+    log = logs / f"{re.sub('[^A-Za-z0-9]+', '-', name)}.log"
+    return HttpEngine(name, Command(arguments, CLEAN), log, model=model, versions=version)
 
 
 def vllm(options: Namespace, logs: Path) -> Iterator[Engine]:
-    """vLLM for CPU. It keeps one core for its HTTP side unless the threads are bound."""
-    if not options.vllm_python or not options.hf_model:
-        return
+    """vLLM for CPU, on the model as a Hugging Face folder."""
+    if options.vllm_python and options.hf_model:
+        yield vllm_server(options, logs, options.hf_model, options.vllm_args.split())
+
+
+def vllm_server(options: Namespace, logs: Path, model: str, flags: Sequence[str]) -> HttpEngine:
+    """It would keep one core for its HTTP side, were the threads not bound."""
     env = {
         **CLEAN,
         "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB: 46,000 tokens
@@ -52,12 +61,12 @@ def vllm(options: Namespace, logs: Path) -> Iterator[Engine]:
         env["LD_PRELOAD"] = options.vllm_preload
     arguments = [
         *(options.vllm_python, "-m", "vllm.entrypoints.openai.api_server", "--host", "127.0.0.1", "--port", "{port}"),
-        *("--model", options.hf_model, "--served-model-name", "m", "--dtype", "bfloat16"),
+        *("--model", model, "--served-model-name", "m", "--dtype", "bfloat16"),
         *("--max-num-seqs", str(MAX_STREAMS), "--max-model-len", str(MAX_MODEL_LEN)),
-        *options.vllm_args.split(),
+        *flags,
     ]
     versions = _versions_there(options.vllm_python, "vllm", "torch")
-    yield HttpEngine("vLLM for CPU, bf16", Command(arguments, env), logs / "vllm.log", model="m", versions=versions)
+    return HttpEngine("vLLM for CPU, bf16", Command(arguments, env), logs / "vllm.log", model="m", versions=versions)
 
 
 def llama_server(options: Namespace, logs: Path) -> Iterator[Engine]:

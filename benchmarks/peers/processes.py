@@ -10,6 +10,8 @@ import signal
 import socket
 import subprocess
 import time
+import urllib.parse
+import urllib.request
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -43,6 +45,7 @@ class Engine(Protocol):
     """One engine under test."""
 
     name: str
+    command: Command
     versions: str
     start_s: float
 
@@ -64,6 +67,8 @@ class Engine(Protocol):
 class _Process:
     """A process with all that it starts, in one session."""
 
+    _talks = False  # what it prints is read; else it goes to the log
+
     def __init__(self, name: str, command: Command, log: Path) -> None:
         self.name = name
         self.command = command
@@ -72,25 +77,22 @@ class _Process:
         self._log = log
         self._process: subprocess.Popen[str] | None = None
 
-    def _spawn(self, **names: object) -> subprocess.Popen[str]:
+    def _spawn(self, port: int = 0) -> subprocess.Popen[str]:
         env = {**os.environ, **{k: v for k, v in self.command.env.items() if v is not None}}
         for name in (name for name, value in self.command.env.items() if value is None):
             env.pop(name, None)
-        arguments = [argument.format(**names) for argument in self.command.arguments]
+        arguments = [argument.replace("{port}", str(port)) for argument in self.command.arguments]
         with self._log.open("w") as log:
             self._process = subprocess.Popen(
                 arguments,
                 env=env,
                 stdin=subprocess.PIPE,
-                stdout=self._stdout(log),
+                stdout=subprocess.PIPE if self._talks else log,
                 stderr=log,
                 text=True,
                 start_new_session=True,
             )
         return self._process
-
-    def _stdout(self, log: object) -> object:
-        return log
 
     def _fail_if_ended(self) -> None:
         assert self._process is not None
@@ -164,21 +166,38 @@ class HttpEngine(_Process):
                 return
         raise EngineFailed(f"{self.name} did not answer in {START_DEADLINE_S} s")
 
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
     def run(self, work: Work) -> Outcome:
         return run_over_http("127.0.0.1", self.port, self._model, work)
 
 
+class AttachedServer:
+    """A server that somebody else has started, and will end."""
+
+    def __init__(self, name: str, url: str) -> None:
+        self.name = name
+        self.url = url.rstrip("/")
+        with urllib.request.urlopen(f"{self.url}/v1/models") as answer:
+            self._model = str(json.load(answer)["data"][0]["id"])
+
+    def run(self, work: Work) -> Outcome:
+        address = urllib.parse.urlsplit(self.url)
+        return run_over_http(address.hostname or "127.0.0.1", address.port or 80, self._model, work)
+
+
 class DrivenEngine(_Process):
     """A library, in a driver process of `benchmarks.peers.drivers`."""
+
+    _talks = True
 
     def start(self) -> None:
         started_s = time.perf_counter()
         self._spawn()
         self.versions = str(self._read()["versions"])
         self.start_s = time.perf_counter() - started_s
-
-    def _stdout(self, log: object) -> object:
-        return subprocess.PIPE
 
     def _read(self) -> dict[str, object]:
         """The next JSON line; libraries print what they like in between."""

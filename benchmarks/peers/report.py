@@ -14,7 +14,7 @@ def write_report(comparisons: Sequence[Comparison]) -> str:
     streams = sorted({n for c in comparisons for figure in c.engines for n in figure.tokens_per_s})
     heads = ["engine", *(f"{n} stream{'s' if n > 1 else ''}" for n in streams)]
     lines = [
-        f"{machine()}; medians (fastest run last in brackets: lowest to highest), output tokens/s",
+        f"{machine()}; output tokens/s, medians (lowest to highest)",
         "",
         _row([*heads, "512-token prompt, first token", "start to first answer", "memory"]),
         _row(["---"] * (len(heads) + 3)),
@@ -22,7 +22,8 @@ def write_report(comparisons: Sequence[Comparison]) -> str:
     for comparison in comparisons:
         lines += [_row(_cells(figure, streams)) for figure in comparison.engines]
         if len(comparison.engines) == 2:
-            lines.append(_row(_ratio_cells(*comparison.engines, streams)))
+            ours, peer = comparison.engines
+            lines.append(_row(_ratio_cells(ours, peer, streams)))
     lines.append("")
     for comparison in comparisons:
         lines += [f"- {f.name}: {f.versions}; `{f.command}`" for f in comparison.engines]

@@ -117,12 +117,12 @@ class StepPlanner:
         if not self._shares:
             raise InvariantViolation("requests are unfinished, yet none can be scheduled")
         self._num_steps += 1
-        scheduled = tuple(
+        scheduled = [
             self.scheduled(s.request, s.num_tokens, s.num_draft_slots, s.num_draft_catch_up) for s in self._shares
-        )
+        ]
         return SchedulerOutput(
             self._num_steps,
-            scheduled,
+            tuple(scheduled),
             tuple(self._manager.take_copies()),
             tuple(preempted),
             tuple(self._stores),
@@ -219,6 +219,8 @@ class StepPlanner:
     # The waiting
 
     def _admit(self) -> None:
+        if self._queues.num_running >= self._max_batch:
+            return
         for request in self._policy.admission_order(self._queues.waiting):
             if self._budget == 0 or self._queues.num_running + family_size(request) > self._max_batch:
                 return

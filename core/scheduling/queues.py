@@ -15,6 +15,10 @@ def family_size(request: Request) -> int:
     return 1 + len(request.siblings)
 
 
+def _age(request: Request) -> tuple[int, int]:
+    return request.age
+
+
 class RequestQueues:
     """All unfinished requests by id, and the two queues, oldest first."""
 
@@ -34,7 +38,8 @@ class RequestQueues:
 
     @property
     def num_waiting(self) -> int:
-        return sum(map(family_size, self.waiting))
+        """Those that do not run; never counted one by one, for they may be many."""
+        return len(self._by_id) - self.num_running
 
     def find(self, request_id: str) -> Request | None:
         return self._by_id.get(request_id)
@@ -63,12 +68,16 @@ class RequestQueues:
 
     def _move(self, request: Request, queue: list[Request]) -> None:
         self._take_out(request)
-        bisect.insort(queue, request, key=lambda r: r.age)
+        bisect.insort(queue, request, key=_age)
 
     def _take_out(self, request: Request) -> None:
         for queue in (self.running, self.waiting):
-            if request in queue:
-                queue.remove(request)
+            if (place := self._place(request, queue)) is not None:
+                del queue[place]
+
+    def _place(self, request: Request, queue: list[Request]) -> int | None:
+        place = bisect.bisect_left(queue, request.age, key=_age)
+        return place if place < len(queue) and queue[place] is request else None
 
     def remove(self, request: Request) -> None:
         """Forget a request that has ended. Unborn siblings must have been seen to."""
@@ -77,6 +86,8 @@ class RequestQueues:
 
     def parent_of(self, request: Request) -> Request | None:
         """Whose unborn sibling this is, or None if it is born."""
+        if any(self._place(request, queue) is not None for queue in (self.running, self.waiting)):
+            return None
         return next((r for r in (*self.running, *self.waiting) if request in r.siblings), None)
 
     def check_invariants(self, max_batch: int) -> None:

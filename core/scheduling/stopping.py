@@ -57,7 +57,8 @@ class StopTracker:
         self._end_ids = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else request.eos_token_ids)
         most = request.num_prompt_tokens + request.max_tokens
         self._most_tokens = most if max_model_len is None else min(most, max_model_len)
-        self._holds_back = bool(params.stop) or request.constraint is not None
+        self._num_unstoppable = request.num_prompt_tokens + params.min_tokens
+        self._first_of_stops = frozenset(stop[0] for stop in params.stop)
         self._held_text = ""
         self._held: list[_HeldToken] = []
         self._ready: list[OutputToken] = []
@@ -68,15 +69,17 @@ class StopTracker:
         """Take one token; afterwards `request.is_finished` may be true, and then nothing more may be appended."""
         request = self._request
         request.token_ids.append(token_id)
-        may_stop = len(request.token_ids) > request.num_prompt_tokens + request.params.min_tokens
+        num_tokens = len(request.token_ids)
+        may_stop = num_tokens > self._num_unstoppable
         if may_stop and token_id in self._end_ids:
             self._hold(token_id, "", logprobs, is_closed=True)
             is_eos = token_id in request.eos_token_ids and token_id not in request.params.stop_token_ids
             self._finish(FinishReason.STOP, None if is_eos else token_id)
             return
         text, is_closed = self._decode(token_id)
-        if is_closed and not self._held and not self._holds_back and not self._is_at_limit():
-            # What nearly every token is: whole text that no stop can reach.
+        is_plain = is_closed and not self._held and self._first_of_stops.isdisjoint(text)
+        if is_plain and num_tokens < self._most_tokens and request.constraint is None:
+            # What nearly every token is: whole text, no stop begins in it, and there is more to come.
             self._ready.append(OutputToken(token_id, text, logprobs))
             self._ready_text += text
             return
@@ -87,13 +90,10 @@ class StopTracker:
             self._finish_at(*match)
         elif request.constraint is not None and request.constraint.is_complete(request.output_token_ids):
             self._finish(FinishReason.STOP)
-        elif self._is_at_limit():
+        elif num_tokens >= self._most_tokens:
             self._finish(FinishReason.LENGTH)
         else:
             self._let_go()
-
-    def _is_at_limit(self) -> bool:
-        return len(self._request.token_ids) >= self._most_tokens
 
     def _decode(self, token_id: int) -> tuple[str, bool]:
         """The token's text, and whether it leaves no character open."""

@@ -7,6 +7,8 @@ line {"prompts": [[ids]], "num_new_tokens": n} it answers with seconds, the firs
 import json
 import sys
 import time
+from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import openvino
@@ -15,18 +17,19 @@ import openvino_genai as genai
 KV_BYTES_PER_TOKEN = 23_040  # SmolLM2-135M in two bytes: 2 * 30 layers * 3 heads * 64 * 2
 
 
-def say(value):
+def say(value: dict[str, Any]) -> None:
     print(json.dumps(value), flush=True)
 
 
-def run(pipeline, numbers, prompts, num_new_tokens):
+def run(pipeline: Any, numbers: Iterator[int], prompts: list[list[int]], num_new_tokens: int) -> dict[str, Any]:
     config = genai.GenerationConfig(max_new_tokens=num_new_tokens, ignore_eos=True, do_sample=False)
     started_s = time.perf_counter()
     handles = [
         pipeline.add_request(next(numbers), openvino.Tensor(np.array([prompt], dtype=np.int64)), config)
         for prompt in prompts
     ]
-    first_s, counts = {}, [0] * len(handles)
+    first_s: dict[int, float] = {}
+    counts = [0] * len(handles)
     while pipeline.has_non_finished_requests():
         pipeline.step()
         for i, handle in enumerate(handles):
@@ -37,7 +40,7 @@ def run(pipeline, numbers, prompts, num_new_tokens):
     return {"seconds": seconds, "first_token_s": list(first_s.values()), "num_tokens": sum(counts)}
 
 
-def main():
+def main() -> None:
     model, max_streams, kv_tokens = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
     scheduler = genai.SchedulerConfig()
     scheduler.max_num_seqs = max_streams

@@ -7,28 +7,29 @@ line {"prompts": [[ids]], "num_new_tokens": n} it answers with seconds, the firs
 import json
 import sys
 import time
+from typing import Any
 
 import torch
 import transformers
 
 
-class NoteFirst(transformers.StoppingCriteria):
+class NoteFirst:
     """Asked after each token of the whole batch, it never stops."""
 
-    def __init__(self):
-        self.first_s = None
+    def __init__(self) -> None:
+        self.first_s: float | None = None
 
-    def __call__(self, input_ids, scores, **kwargs):
+    def __call__(self, input_ids: Any, scores: Any, **kwargs: Any) -> Any:
         if self.first_s is None:
             self.first_s = time.perf_counter()
         return torch.zeros(input_ids.shape[0], dtype=torch.bool)
 
 
-def say(value):
+def say(value: dict[str, Any]) -> None:
     print(json.dumps(value), flush=True)
 
 
-def run(model, prompts, num_new_tokens):
+def run(model: Any, prompts: list[list[int]], num_new_tokens: int) -> dict[str, Any]:
     note = NoteFirst()
     started_s = time.perf_counter()
     ids = torch.tensor(prompts)
@@ -41,11 +42,12 @@ def run(model, prompts, num_new_tokens):
             stopping_criteria=[note],
         )
     seconds = time.perf_counter() - started_s
+    assert note.first_s is not None
     first_s = [note.first_s - started_s] * len(prompts)
     return {"seconds": seconds, "first_token_s": first_s, "num_tokens": output.numel() - ids.numel()}
 
 
-def main():
+def main() -> None:
     torch.set_num_threads(2)
     model = transformers.AutoModelForCausalLM.from_pretrained(sys.argv[1], dtype=getattr(torch, sys.argv[2])).eval()
     model.generation_config.eos_token_id = None
