@@ -59,6 +59,7 @@ COUNTERS = {
     "octavo:swapped_out_blocks": ("Blocks copied to the second tier.", "num_swapped_out_blocks"),
     "octavo:swapped_in_blocks": ("Blocks copied back from the second tier.", "num_swapped_in_blocks"),
     "vllm:num_preemptions": ("Preemptions.", "num_preemptions"),
+    "octavo:recomputed_tokens": ("Tokens computed a second time, after a preemption.", "num_recomputed_tokens"),
     "vllm:prompt_tokens": ("Prompt tokens, each prompt once.", "num_prompt_tokens"),
     "vllm:generation_tokens": ("Generated tokens.", "num_generation_tokens"),
 }

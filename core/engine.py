@@ -403,6 +403,7 @@ class Engine:
             doubled_hit_rate=self._ghost.doubled_hit_rate if self._ghost else 0.0,
             hit_rate_error=self._ghost.standard_error if self._ghost else 0.0,
             num_preemptions=self._scheduler.num_preemptions,
+            num_recomputed_tokens=self._scheduler.num_recomputed_tokens,
         )
 
 

@@ -351,6 +351,7 @@ class Request:
         self.num_speculative_tokens = 0  # most drafts a step, given by the engine
         self.num_predicted_tokens = 0  # most drafts a step from its prediction, given by the engine
         self.num_computed_tokens = 0
+        self.num_lost_tokens = 0  # the most that had KV when it was preempted
         self.num_draft_computed_tokens = 0
         self.num_published_blocks = 0  # leading blocks that others can find
         self.num_draft_filled_blocks = 0  # of those, known to have the draft model's KV too
@@ -415,6 +416,7 @@ class Request:
 
     def restart(self) -> None:
         """Its blocks are gone: it has tokens, and KV of none."""
+        self.num_lost_tokens = max(self.num_lost_tokens, self.num_computed_tokens)
         self.num_computed_tokens = self.num_draft_computed_tokens = 0
         self.num_published_blocks = self.num_draft_filled_blocks = 0
         self.is_unshareable = False
@@ -422,6 +424,7 @@ class Request:
     def take_progress(self, other: "Request") -> None:
         """It shares the blocks of `other` from now on, and has come as far."""
         self.num_computed_tokens = other.num_computed_tokens
+        self.num_lost_tokens = other.num_lost_tokens
         self.num_draft_computed_tokens = other.num_draft_computed_tokens
         self.num_published_blocks = other.num_published_blocks
         self.num_draft_filled_blocks = other.num_draft_filled_blocks

@@ -94,6 +94,7 @@ class EngineStats:
     num_swapped_out_blocks: int = 0
     num_swapped_in_blocks: int = 0
     num_preemptions: int = 0
+    num_recomputed_tokens: int = 0
     num_prompt_tokens: int = 0
     num_generation_tokens: int = 0
     prompt_tokens_by_source: Mapping[str, int] = field(default_factory=dict)

@@ -158,9 +158,13 @@ Execute = Callable[[SchedulerOutput], ModelRunnerOutput]
 def count_only(plan: SchedulerOutput) -> ModelRunnerOutput:
     """An `execute` that computes nothing: every request that yields gets one token, id 0, whatever it is certain."""
     return ModelRunnerOutput(
-        {r.request_id: SampledTokens((0,)) for s in plan.scheduled for r in s.yielding_requests},
+        {r.request_id: _certain_token(r) for s in plan.scheduled for r in s.yielding_requests},
         prompt_logprobs=certain_prompts(plan.scheduled),
     )
+
+
+def _certain_token(request: Request) -> SampledTokens:
+    return SampledTokens((0,), () if request.params.num_logprobs is None else (TokenLogprobs(0.0),))
 
 
 def certain_prompts(scheduled: Iterable[ScheduledRequest]) -> dict[str, list[TokenLogprobs]]:

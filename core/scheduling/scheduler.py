@@ -82,6 +82,7 @@ class ContinuousBatchingScheduler:
         if max_num_batched_tokens is not None and max_num_batched_tokens < 1:
             raise ValueError(f"max_num_batched_tokens is {max_num_batched_tokens}, at least 1 is needed")
         self.max_batch = max_batch
+        self.num_recomputed_tokens = 0  # computed a second time, after a preemption
         self.block_manager = block_manager
         self._queues = RequestQueues()
         self._planner = StepPlanner(
@@ -253,6 +254,8 @@ class ContinuousBatchingScheduler:
         request, yielding, born = scheduled.request, scheduled.yielding_requests, scheduled.born_siblings
         if result.prompt_logprobs or request.params.num_prompt_logprobs is not None:
             self._record_prompt_logprobs(scheduled, result)
+        if scheduled.start < request.num_lost_tokens:
+            self.num_recomputed_tokens += min(scheduled.end, request.num_lost_tokens) - scheduled.start
         request.num_computed_tokens = scheduled.end
         if born:
             request.siblings = []

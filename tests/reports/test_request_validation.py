@@ -114,3 +114,59 @@ async def test_bc_044_without_a_limit_a_chat_gets_the_room_that_is_left(serve: S
 
     assert (15, 1) == (body["usage"]["prompt_tokens"], body["usage"]["completion_tokens"])
     assert "length" == body["choices"][0]["finish_reason"]
+
+
+async def test_bc_032_a_bias_for_a_token_outside_the_vocabulary_is_refused(serve: Serve):
+    """vllm-project/vllm#16529: one such request ended the engine for everybody."""
+    server = await serve()
+    vocab_size = server.engine.model_config.vocab_size
+    running = asyncio.create_task(server.complete(prompt="p", **scripted(*("ab" * 50)), max_tokens=200))
+    for bias in ({str(vocab_size + 5): -100, "3": 5}, {"-1": 1}, {"abc": 1}):
+        response = await server.chat(messages=HELLO, logit_bias=bias)
+        assert (400, "logit_bias") == (response.status_code, response.json()["error"]["param"]), bias
+
+    assert "ab" * 50 == (await running).json()["choices"][0]["text"]
+    await assert_alive(server)
+
+
+@pytest.mark.parametrize("speculation", [None, "null", '{"method": "ngram", "num_speculative_tokens": 3}'])
+@pytest.mark.parametrize("n", [1, 2])
+async def test_bc_033_a_bias_is_felt(serve: Serve, speculation: str | None, n: int):
+    """sgl-project/sglang#6171: tokens with a bias of -100 came all the same."""
+    server = await serve(speculative_config=speculation)
+    asked: dict[str, Any] = {"prompt": "Once upon a time", "temperature": 0, "max_tokens": 5, "return_token_ids": True}
+    usual = (await server.complete(**asked)).json()["choices"][0]["token_ids"]
+    never = (await server.complete(**asked, n=n, logit_bias={str(usual[0]): -100})).json()["choices"]
+    always = (await server.complete(**asked, n=n, logit_bias={"90": 100})).json()["choices"]
+    too_much = await server.complete(**asked, logit_bias={"90": 101})
+
+    assert all(usual[0] not in choice["token_ids"] for choice in never)
+    assert [[90] * 5] * n == [choice["token_ids"] for choice in always]
+    assert (400, "logit_bias") == (too_much.status_code, too_much.json()["error"]["param"])
+
+
+async def test_bc_041_one_prompt_too_long_refuses_the_list(serve: Serve):
+    """vllm-project/vllm#1655: the too-long one was answered twice and shifted the others."""
+    server = await serve(max_model_len=64)
+    response = await server.complete(prompt=["short", "x" * 200, "short too"], max_tokens=4)
+    found = await server.metrics()
+
+    assert 400 == response.status_code
+    assert "prompt 1:" in response.json()["error"]["message"]
+    assert "choices" not in response.json()
+    assert (0, 0) == (found["vllm:num_requests_running"], found["vllm:num_requests_waiting"])
+    assert (0, 0) == (found["vllm:prompt_tokens_total"], found["vllm:generation_tokens_total"])
+
+
+async def test_bc_042_choices_of_prompts_and_samples_are_all_there_and_numbered(serve: Serve):
+    """openai/openai-python#90: two prompts with n 2 gave only the last one's choices, numbered wrongly."""
+    server = await serve()
+    asked: dict[str, Any] = {"prompt": ["alpha", "beta"], "n": 2, "best_of": 4, "echo": True, "max_tokens": 5}
+    body = (await server.complete(**asked, seed=1, temperature=1, ignore_eos=True)).json()
+
+    assert [0, 1, 2, 3] == [choice["index"] for choice in body["choices"]]
+    assert ["alpha", "alpha", "beta", "beta"] == [
+        next(prompt for prompt in asked["prompt"] if choice["text"].startswith(prompt)) for choice in body["choices"]
+    ]
+    assert (9, 2 * 4 * 5) == (body["usage"]["prompt_tokens"], body["usage"]["completion_tokens"])
+    await server.until_idle()

@@ -293,6 +293,16 @@ def test_a_preempted_request_starts_over_and_keeps_its_tokens():
     assert (0, 1, 1) == (young.num_computed_tokens, young.num_output_tokens, young.num_preemptions)
 
 
+def test_what_is_computed_again_is_counted_apart():
+    """The young one's two prompt tokens, and with them the place of the token it had."""
+    it = two_that_collide()
+    assert 0 == it.num_recomputed_tokens
+    while it.has_unfinished_requests:
+        it.step()
+
+    assert (1, 2) == (it.num_preemptions, it.num_recomputed_tokens)
+
+
 def test_a_preempted_request_comes_back_when_all_its_tokens_and_one_more_fit():
     """When a has gone, b and c have two tokens each: b takes two of four slots, and two are not enough for c."""
     it = scheduler(num_blocks=4, block_size=1)
