@@ -8,7 +8,7 @@ from starlette.responses import PlainTextResponse, Response
 
 from app.chat_template import render_prompt
 from app.prompts import encode
-from app.schemas import DetokenizeRequest, DetokenizeResponse, TokenizeRequest, TokenizeResponse
+from app.schemas import DetokenizeRequest, DetokenizeResponse, TokenizeRequest, TokenizeResponse, TokenizerInfo
 from app.service import Service, ServiceOf
 from app.tools import definitions
 from core import Engine, InvalidRequest, Tokenizer
@@ -75,6 +75,19 @@ async def tokenize(body: TokenizeRequest, service: ServiceOf) -> TokenizeRespons
         max_model_len=service.engine.max_model_len,
         tokens=list(ids),
         token_strs=_texts(service.engine.tokenizer, ids) if body.return_token_strs else None,
+    )
+
+
+@router.get("/tokenizer_info")
+async def tokenizer_info(service: ServiceOf) -> TokenizerInfo:
+    """Special tokens and chat template, for clients that have no tokenizer of their own."""
+    tokenizer = service.engine.tokenizer
+    return TokenizerInfo(
+        tokenizer_class=type(tokenizer).__name__,
+        vocab_size=tokenizer.vocab_size,
+        bos_token=tokenizer.special_token_texts.get("bos_token"),
+        eos_token=tokenizer.special_token_texts.get("eos_token"),
+        chat_template=service.settings.chat_template_source or tokenizer.chat_template,
     )
 
 

@@ -471,5 +471,15 @@ class TokenizeResponse(BaseModel):
     token_strs: list[str] | None = None
 
 
+class TokenizerInfo(BaseModel):
+    """What a client needs that cuts texts into tokens by /tokenize; lm-eval's remote tokenizer, for one."""
+
+    tokenizer_class: str
+    vocab_size: int
+    bos_token: str | None
+    eos_token: str | None
+    chat_template: str | None
+
+
 class DetokenizeResponse(BaseModel):
     prompt: str

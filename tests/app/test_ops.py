@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from tests.app.servers import Gate, in_process, live, make_engine
+from tests.app.servers import CHAT_TEMPLATE, Gate, in_process, live, make_engine
 
 
 @pytest.mark.parametrize(
@@ -112,3 +112,12 @@ async def test_probes_may_ask_for_the_head_alone(path: str):
         dead = await server.client.head(path)
 
     assert (200, b"", 503) == (alive.status_code, alive.content, dead.status_code)
+
+
+async def test_a_client_without_a_tokenizer_is_told_what_it_needs():
+    async with in_process() as server, in_process(chat_template="{{ messages }}") as other:
+        info = (await server.client.get("/tokenizer_info")).json()
+        template = (await other.client.get("/tokenizer_info")).json()["chat_template"]
+
+    assert ("<|end|>", None, 257) == (info["eos_token"], info["bos_token"], info["vocab_size"])
+    assert (CHAT_TEMPLATE, "{{ messages }}") == (info["chat_template"], template)
