@@ -28,11 +28,17 @@ CLIENT_GONE = 499  # it left before its answer began; the number is nginx's
 class Access:
     """What is known of one HTTP request so far."""
 
+    scope: Scope
     fields: dict[str, object] = field(default_factory=dict)  # of its line in the log
     status: int = CLIENT_GONE
     num_bytes_in: int = 0
     num_bytes_out: int = 0
     started_s: float = field(default_factory=time.monotonic)
+
+    @property
+    def key_name(self) -> str | None:
+        name: str | None = self.scope.get("state", {}).get("key_name")
+        return name
 
 
 _current: ContextVar[Access | None] = ContextVar("access", default=None)
@@ -44,6 +50,12 @@ def note(**fields: object) -> None:
         access.fields.update(fields)
 
 
+def key_name() -> str | None:
+    """The name of the API key that the request under way came with."""
+    access = _current.get()
+    return None if access is None else access.key_name
+
+
 class RecordRequests:
     """The middleware around all that may answer."""
 
@@ -53,7 +65,7 @@ class RecordRequests:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             return await self._app(scope, receive, send)
-        access = Access()
+        access = Access(scope)
 
         async def counting_receive() -> Message:
             message = await receive()
@@ -90,7 +102,7 @@ def _write_down(scope: Scope, access: Access) -> None:
 def _line(scope: Scope, access: Access, seconds: float) -> dict[str, object]:
     about_client = {
         "trace_id": Headers(scope=scope).get("x-request-id", "")[:MAX_SHOWN_CHARACTERS],
-        "key": scope.get("state", {}).get("key_name"),
+        "key": access.key_name,
     }
     return {
         "method": scope["method"],

@@ -16,12 +16,15 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from app.errors import ApiError, unavailable
+from app.watchdog import patience_s
 from core import DuplicateRequest, Engine, EngineDead, InvalidRequest, NewRequest, RequestOutput
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 MAX_BUFFERED_OUTPUTS = 1024  # per sequence; far more than a reader on a bad line leaves lying
+STALL_TIMEOUT_S = 1.5
+WORKER_TIMEOUT_S = 5.0  # for the last turn, when all is to end
 IDLE_S = 15.0  # a quiet stream is given a sign of life this often: proxies cut at 30 s or 60 s
 
 
@@ -124,6 +127,7 @@ class EngineLoop:
 
     Args:
         max_queue: most requests waiting for a place in the batch.
+        stall_timeout_s: how long the worker may give no sign of life, where no step is known to take so long.
         max_buffered: most outputs per sequence that wait for their reader.
         on_death: called once, in the event loop, when the engine cannot go on.
     """
@@ -133,6 +137,7 @@ class EngineLoop:
         engine: Engine,
         *,
         max_queue: int,
+        stall_timeout_s: float = STALL_TIMEOUT_S,
         max_buffered: int = MAX_BUFFERED_OUTPUTS,
         idle_s: float = IDLE_S,
         clock: Callable[[], float] = time.monotonic,
@@ -142,8 +147,14 @@ class EngineLoop:
         self.on_death = on_death
         self.is_dead = False
         self.is_draining = False
+        self.is_stuck = False  # it was stopped, and its worker did not come back
         self.num_rejections = 0
         self._max_queue = max_queue
+        self._stall_timeout_s = stall_timeout_s
+        self._turn_started_s: float | None = None
+        self._at_work: asyncio.Future[None] | None = None  # the worker's last turn
+        self._is_stall_logged = False  # of this turn
+        self._is_stopped = False
         self._max_buffered = max_buffered
         self._idle_s = idle_s
         self._clock = clock
@@ -162,7 +173,9 @@ class EngineLoop:
         self._task: asyncio.Task[None] | None = None
 
     def start(self) -> None:
+        self._is_stopped = self.is_stuck = False
         self._task = asyncio.create_task(self._run(), name="engine loop")
+        self._task.add_done_callback(self._on_end)
 
     @property
     def num_in_inbox(self) -> int:
@@ -217,6 +230,26 @@ class EngineLoop:
         self._settle()
         self._wake.set()
 
+    @property
+    def stalled_s(self) -> float | None:
+        """For how long the worker has given no sign of life, if that is longer than it should be; else None."""
+        if self._turn_started_s is None:
+            return None
+        last = self.engine.progress
+        silent_s = self.engine.clock() - max(last.at_s, self._turn_started_s)
+        return silent_s if silent_s > patience_s(last, self._stall_timeout_s) else None
+
+    def refuse_if_unwell(self) -> None:
+        """Raise the 503 of a server that had better be started anew: its engine is dead or seems to be stuck."""
+        if self.is_dead:
+            raise EngineDead("the engine has stopped after a fault")
+        if (stalled_s := self.stalled_s) is not None:
+            what = f"the engine has given no sign of life for {stalled_s:.1f} s"
+            if not self._is_stall_logged:
+                logger.critical("%s, computing %d tokens", what, self.engine.progress.num_tokens)
+                self._is_stall_logged = True
+            raise unavailable(what, "engine_stalled")
+
     def refuse_if_closed(self) -> None:
         """Raise the 503 that a request gets when nothing more is taken."""
         if self.is_dead:
@@ -236,12 +269,22 @@ class EngineLoop:
 
     async def stop(self) -> None:
         """End the loop after the turn that is under way. Open streams get an error."""
-        self.is_draining = True
+        self.is_draining = self._is_stopped = True
         self._fail_all(unavailable("the server is shutting down", "shutting_down"))
         if self._task is not None:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
-        await asyncio.get_running_loop().run_in_executor(None, self._worker.shutdown)
+        self._worker.shutdown(wait=False)
+        await self._wait_for_worker()
+
+    async def _wait_for_worker(self) -> None:
+        """Whatever it computes is let end, but not waited for without end."""
+        if self._at_work is None:
+            return
+        done, stuck = await asyncio.wait([self._at_work], timeout=WORKER_TIMEOUT_S)
+        self.is_stuck = bool(stuck)
+        for future in done:
+            future.exception()  # nobody is left to hear of it
 
     def _refuse_if_full(self, num_new: int) -> None:
         max_batch = self.engine.config.max_num_seqs
@@ -269,7 +312,10 @@ class EngineLoop:
         turn = _Turn(deque(self._inbox), self._aborts, self._calls)
         self._handed_over, self._num_handed_over = turn.new, _num_sequences(turn.new)
         self._inbox, self._aborts, self._calls = [], [], []
-        await asyncio.get_running_loop().run_in_executor(self._worker, self._take, turn)
+        self._turn_started_s, self._is_stall_logged = self.engine.clock(), False
+        self._at_work = asyncio.get_running_loop().run_in_executor(self._worker, self._take, turn)
+        await asyncio.shield(self._at_work)  # the worker cannot be called back
+        self._turn_started_s = None
         self._num_handed_over = 0
         self._known = self.engine.stats
         self._deal_out(turn)
@@ -316,6 +362,10 @@ class EngineLoop:
         for future in self._unanswered:
             if not future.done():
                 future.set_exception(error)
+
+    def _on_end(self, task: "asyncio.Task[None]") -> None:
+        if not self._is_stopped and not self.is_dead:  # somebody has cancelled it
+            self._die(RuntimeError("the engine loop has ended"))
 
     def _die(self, error: Exception) -> None:
         logger.critical("engine died", exc_info=error)

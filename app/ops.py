@@ -1,28 +1,37 @@
-"""What operators and tools ask: health, version, load, metrics, and the tokenizer by itself."""
+"""What operators and tools ask: health, load, metrics, ends of requests, and the tokenizer by itself."""
 
+import time
 from collections.abc import Sequence
 from typing import Any
 
-from fastapi import APIRouter, HTTPException
+from fastapi import APIRouter, HTTPException, Request
 from starlette.responses import PlainTextResponse, Response
 
 from app.chat_template import render_prompt
 from app.prompts import encode
-from app.schemas import DetokenizeRequest, DetokenizeResponse, TokenizeRequest, TokenizeResponse, TokenizerInfo
+from app.schemas import (
+    AbortRequest,
+    AbortResponse,
+    DetokenizeRequest,
+    DetokenizeResponse,
+    TokenizeRequest,
+    TokenizeResponse,
+    TokenizerInfo,
+)
 from app.service import Service, ServiceOf
 from app.tools import definitions
 from core import Engine, InvalidRequest, Tokenizer
 
 router = APIRouter()
+ADMIN = "admin"  # the name of a key that may end other people's requests
 
 
 @router.api_route("/ping", methods=["GET", "HEAD", "POST"], include_in_schema=False)
 @router.head("/health", include_in_schema=False)
 @router.get("/health", response_class=Response)
 async def health(service: ServiceOf) -> Response:
-    """200 while the engine lives: who sees 503 here should restart the process."""
-    if service.loop.is_dead:
-        service.loop.refuse_if_closed()
+    """200 while the engine lives: who sees 503 here for some time should restart the process."""
+    service.loop.refuse_if_unwell()
     return Response()
 
 
@@ -30,6 +39,7 @@ async def health(service: ServiceOf) -> Response:
 @router.get("/ready", response_class=Response)
 async def ready(service: ServiceOf) -> Response:
     """200 while requests are taken: who sees 503 here should send them elsewhere."""
+    service.loop.refuse_if_unwell()
     service.loop.refuse_if_closed()
     return Response()
 
@@ -55,6 +65,33 @@ async def reset_prefix_cache(service: ServiceOf) -> dict[str, bool]:
     """No request will hit what has been computed so far; those that run are not disturbed."""
     await service.loop.call(Engine.reset_prefix_cache)
     return {"success": True}
+
+
+@router.post("/abort_requests")
+async def abort_requests(body: AbortRequest, request: Request, service: ServiceOf) -> AbortResponse:
+    """End requests by their ids, or all: the caller's own; anybody's if the key is named admin or there are no keys.
+
+    Other people's requests count as not there.
+    """
+    if (body.request_ids is None) == (body.all is not True):
+        raise InvalidRequest("give either request_ids or all", "request_ids")
+    wanted = None if body.request_ids is None else set(body.request_ids)
+    key_name = getattr(request.state, "key_name", None)
+    return AbortResponse(aborted=service.abort(wanted, owner=None if key_name == ADMIN else key_name))
+
+
+@router.get("/server_info")
+async def server_info(service: ServiceOf) -> dict[str, Any]:
+    """How the server was started and what came of it; no secrets."""
+    engine = service.engine
+    return {
+        "version": service.version,
+        "settings": service.settings.model_dump(mode="json", exclude={"api_key"}),
+        "max_model_len": engine.max_model_len,
+        "num_kv_blocks": engine.num_kv_blocks,
+        "block_size": engine.config.block_size,
+        "uptime_s": int(time.time()) - service.created,
+    }
 
 
 @router.get("/debug/kv", include_in_schema=False)

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, Self
 
-from app.access import note
+from app.access import key_name, note
 from app.drafts import DraftTally
 from app.engine_loop import EngineLoop, Stream
 from app.errors import SERVER_ERROR, ApiError
@@ -29,11 +29,15 @@ _SHOWN_REASONS: dict[EngineFinishReason, FinishReason] = {
 class Run:
     """A job under way. Use it in a `with`: leaving it aborts whatever still runs.
 
-    `draft_metrics`: what responses tell of drafts: none, summary or detailed.
+    `draft_metrics`: what responses tell of drafts: none, summary or detailed. `under_way`: where it is found by others
+    while it is entered.
     """
 
-    def __init__(self, loop: EngineLoop, job: Job, draft_metrics: str = "none") -> None:
+    def __init__(self, loop: EngineLoop, job: Job, under_way: set["Run"], draft_metrics: str = "none") -> None:
         self.job = job
+        self.ids = {job.id, job.trace_id}
+        self.owner = key_name()
+        self._under_way = under_way
         self._loop = loop
         self._stream: Stream | None = None
         self._index = {request_id: index for index, request_id in enumerate(job.request_ids)}
@@ -43,12 +47,20 @@ class Run:
 
     def __enter__(self) -> Self:
         self._stream = self._loop.submit(self.job.requests)
+        self._under_way.add(self)
         return self
 
     def __exit__(self, *exc_info: object) -> None:
         assert self._stream is not None
+        self._under_way.discard(self)
         self._stream.close()
         self._note()
+
+    def abort(self) -> None:
+        """Let whoever reads it hear that somebody has ended it."""
+        assert self._stream is not None
+        self._stream.close()
+        self._stream.fail(ApiError(410, "The request was ended by /abort_requests", code="request_aborted"))
 
     def __aiter__(self) -> Self:
         return self

@@ -262,6 +262,17 @@ class DetokenizeRequest(StrictModel):
     tokens: list[int]
 
 
+class AbortRequest(StrictModel):
+    """`request_ids`: as responses have them in `id`, or as the caller sent them in X-Request-Id."""
+
+    request_ids: Annotated[list[str], Field(max_length=MAX_PROMPTS)] | None = None
+    all: bool | None = None
+
+
+class AbortResponse(BaseModel):
+    aborted: list[str]
+
+
 class PromptTokensDetails(BaseModel):
     cached_tokens: int
 

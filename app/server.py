@@ -2,11 +2,13 @@
 
 The order of effects on a signal: new requests get 503, the listening sockets close, open streams get
 `shutdown_timeout` to end and then an error event, connections close, exit code 0. When the engine dies the same
-happens without the wait, and the exit code is not zero, so that whoever supervises the process starts a new one.
+happens without the wait, and the exit code is not zero, so that whoever supervises the process starts a new one; so it
+is when the engine is stuck in a step and has to be left behind.
 """
 
 import asyncio
 import logging
+import os
 import socket
 from types import FrameType
 
@@ -78,6 +80,11 @@ class Server(uvicorn.Server):
                 protocol.transport.abort()
 
     @property
+    def is_engine_stuck(self) -> bool:
+        """Whether the engine's thread is still at work although the server has ended."""
+        return self._service.loop.is_stuck
+
+    @property
     def _service(self) -> Service:
         service = self._app.state.service
         assert isinstance(service, Service)
@@ -92,4 +99,8 @@ def run(app: FastAPI, settings: Settings) -> int:
     """Serve until a signal or the engine's death; the exit code."""
     server = Server(app, settings)
     server.run()
+    if server.is_engine_stuck:
+        logger.critical("the engine does not come back, the process ends without it")
+        logging.shutdown()
+        os._exit(EXIT_ENGINE_DEAD)  # any other way out would wait for its thread
     return server.exit_code

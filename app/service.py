@@ -38,11 +38,12 @@ class Service:
     def __init__(self, settings: Settings, engine: Engine) -> None:
         self.settings = settings
         self.engine = engine
-        self.loop = EngineLoop(engine, max_queue=settings.max_queue)
+        self.loop = EngineLoop(engine, max_queue=settings.max_queue, stall_timeout_s=settings.stall_timeout)
         self.metrics = Metrics(self.loop, settings.model_names[0], has_legacy_names=settings.legacy_metric_names)
         self.created = int(time.time())
         self.version = package_version()
         self.fingerprint = f"octavo-{self.version}"
+        self._runs: set[Run] = set()  # under way
         self._stats_task: asyncio.Task[None] | None = None
         # Its own thread, for a long text may take longer than many steps.
         self._tokenizing = ThreadPoolExecutor(1, thread_name_prefix="tokenizer")
@@ -89,7 +90,14 @@ class Service:
         return await self.in_tokenizer(build, self.engine, ask)
 
     def run(self, job: Job) -> Run:
-        return Run(self.loop, job, self.settings.per_request_spec_decode_metrics)
+        return Run(self.loop, job, self._runs, self.settings.per_request_spec_decode_metrics)
+
+    def abort(self, ids: set[str] | None, *, owner: str | None) -> list[str]:
+        """End the runs with one of these ids, or all (None), of one owner or of anybody (None); returns their ids."""
+        found = [run for run in self._runs if (ids is None or run.ids & ids) and (owner is None or run.owner == owner)]
+        for run in found:
+            run.abort()
+        return [run.job.id for run in found]
 
     def cache_salt(self, request: Request, body: GenerationRequest) -> dict[str, str]:
         """What must be equal for two requests to share KV blocks: the key's name and the caller's salt, kept apart."""

@@ -136,6 +136,9 @@ class Settings(BaseSettings):
     send_timeout: float = Field(
         default=60.0, ge=0, description="Seconds for a client to take more of its answer; beyond them it is cut off."
     )
+    stall_timeout: float = Field(
+        default=1.5, gt=0, description="Seconds without a sign of life of the engine, where steps take no tenth of it."
+    )
     shutdown_timeout: float = Field(default=30.0, ge=0, description="Seconds for open streams to end after SIGTERM.")
     log_level: LogLevel = Field(default="info", description="Of the server's own log.")
     log_format: Literal["text", "json"] = Field(default="text", description="Of its lines: text or json.")

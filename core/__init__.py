@@ -25,6 +25,7 @@ from core.memory.block_manager import (
     blocks_needed,
     kv_cache_blocks_fragmentation,
 )
+from core.pace import Progress
 from core.request import (
     DraftOutcome,
     FinishReason,
@@ -66,6 +67,7 @@ __all__ = [
     "NewRequest",
     "OctavoError",
     "OutputToken",
+    "Progress",
     "RequestOutput",
     "SamplingParams",
     "ScriptEntry",

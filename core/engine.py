@@ -1,7 +1,7 @@
 """The one object the service talks to: add, abort, step. It joins scheduler and runner, and keeps the books.
 
-One thread at a time may touch it; only `check`, `stats` and what never changes may be read from others. What goes in
-(`NewRequest`) and what comes out (`RequestOutput`) is plain data, so that a process may stand between one day.
+One thread at a time may touch it; only `check`, `stats`, `progress` and what never changes may be read from others.
+What goes in (`NewRequest`) and what comes out (`RequestOutput`) is plain data, so that a process may stand between.
 """
 
 import logging
@@ -20,6 +20,7 @@ from core.memory.block_manager import BlockManager, blocks_needed
 from core.memory.host_tier import HostTier
 from core.memory.prefix_ghost import PrefixGhost
 from core.model.config import ModelConfig
+from core.pace import Progress, StepPace
 from core.request import NewRequest, Request, RequestOutput, SamplingParams, StructuredOutput
 from core.scheduling.draft_controller import draft_policy
 from core.scheduling.preemption import CostModel, always_swap
@@ -91,7 +92,7 @@ class Engine:
         self._ghost = PrefixGhost(config.block_size, config.num_kv_blocks) if config.enable_prefix_caching else None
         self._runner: Execute = ScriptedRunner(execute) if config.enable_scripts else execute
         self._grammars = GrammarCompiler(tokenizer)
-        self._clock = clock
+        self.clock = clock
         self._drafting = draft_policy(config.speculative)
         self._block_manager = BlockManager(config.num_kv_blocks, config.block_size)
         self._scheduler = ContinuousBatchingScheduler(
@@ -111,6 +112,8 @@ class Engine:
         self._gatherer = StatsGatherer(
             self.max_model_len, self._num_drafts, has_prefix_cache=config.enable_prefix_caching
         )
+        self._pace = StepPace()
+        self.progress = Progress(clock())
         self._executed: list[_Executed] = []  # in the step under way
         self._planned: dict[str, Request] = {}  # in the step under way, who may say something
         self._holds_free_blocks = False
@@ -275,7 +278,7 @@ class Engine:
         if request.siblings:
             self._gatherer.on_hand_down(request, request.siblings[0])
         self._scheduler.abort(request_id)
-        self._gatherer.on_finish(request, self._clock())
+        self._gatherer.on_finish(request, self.clock())
         self._refresh()
 
     @property
@@ -297,7 +300,7 @@ class Engine:
         self._raise_if_dead()
         self._executed.clear()
         self._planned.clear()
-        started_s = self._clock()
+        started_s = self.clock()
         try:
             self._scheduler.step()
         except BaseException:
@@ -307,16 +310,20 @@ class Engine:
         self._gather(outputs)
         if len(self._executed) == 1:  # in steps that had to be repeated times say nothing
             (executed,) = self._executed
-            self._drafting.observe(executed.plan, executed.result, self._clock() - started_s)
+            self._drafting.observe(executed.plan, executed.result, self.clock() - started_s)
         self._refresh()
         return outputs
 
     def _execute(self, plan: SchedulerOutput) -> ModelRunnerOutput:
-        started_s = self._clock()
+        started_s = self.clock()
         for scheduled in plan.scheduled:
             self._planned.update((r.request_id, r) for r in (scheduled.request, *scheduled.request.siblings))
-        result = self._runner(plan)
-        self._measure(plan, result, self._clock() - started_s)
+        self.progress = Progress(started_s, plan.num_tokens, self._pace.longest_s(plan.num_tokens))
+        try:
+            result = self._runner(plan)
+        finally:
+            self.progress = Progress(self.clock())
+        self._measure(plan, result, self.progress.at_s - started_s)
         if not plan.scheduled:  # blocks moved again after a step that raised; nothing was computed
             return result
         self._gatherer.on_step(plan, started_s)
@@ -328,10 +335,11 @@ class Engine:
         if num_moved:
             self._cost.observe_copies(num_moved, result.tier_seconds)
         if plan.num_tokens:
+            self._pace.observe(plan.num_tokens, seconds)
             self._cost.observe_step(plan.num_tokens, seconds - result.tier_seconds)
 
     def _gather(self, outputs: Sequence[RequestOutput]) -> None:
-        now_s = self._clock()
+        now_s = self.clock()
         for executed in self._executed:
             self._gatherer.on_iteration(executed.num_tokens)
             drafted = [(s, n) for s in executed.plan.scheduled if (n := executed.num_drafted(s.request_id))]

@@ -7,7 +7,8 @@ blocks, stops and streams are the real ones.
 import asyncio
 import socket
 import threading
-from collections.abc import AsyncIterator
+import time
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from typing import Any, Self
@@ -45,10 +46,10 @@ def make_settings(**fields: Any) -> Settings:
     return Settings(_env_prefix="NO_SUCH_VARIABLE_", **fields)  # type: ignore[call-arg]
 
 
-def make_engine(execute: Execute = count_only, **fields: Any) -> Engine:
+def make_engine(execute: Execute = count_only, *, clock: Callable[[], float] = time.monotonic, **fields: Any) -> Engine:
     """The real engine on a byte tokenizer, 64 blocks of 4, unless told otherwise; scripts are taken."""
     config = make_settings(**{"num_kv_blocks": 64, "block_size": 4, "enable_scripts": True, **fields}).engine_config()
-    return Engine(replace(config, speculative=None), MODEL, ByteTokenizer(CHAT_TEMPLATE), execute)
+    return Engine(replace(config, speculative=None), MODEL, ByteTokenizer(CHAT_TEMPLATE), execute, clock=clock)
 
 
 class Gate:

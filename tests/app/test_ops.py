@@ -1,14 +1,25 @@
 """Health, version, load, and the tokenizer by itself."""
 
+import asyncio
+import json
 from typing import Any
 
 import pytest
 
-from tests.app.servers import CHAT_TEMPLATE, Gate, in_process, live, make_engine
+from tests.app.servers import CHAT_TEMPLATE, Gate, RunningServer, in_process, live, make_engine
+from tests.builders import Clock
 
 
 @pytest.mark.parametrize(
-    ("method", "path"), [("GET", "/health"), ("GET", "/ping"), ("POST", "/ping"), ("GET", "/ready")]
+    ("method", "path"),
+    [
+        ("GET", "/health"),
+        ("HEAD", "/health"),
+        ("GET", "/ping"),
+        ("POST", "/ping"),
+        ("GET", "/ready"),
+        ("HEAD", "/ready"),
+    ],
 )
 async def test_a_server_that_lives_says_so_with_an_empty_body(method: str, path: str):
     async with in_process() as server:
@@ -32,6 +43,145 @@ async def test_a_dead_engine_is_unhealthy():
 
     assert (503, "engine_dead") == (response.status_code, response.json()["error"]["code"])
     assert "retry-after" in response.headers
+
+
+@pytest.mark.parametrize("path", ["/health", "/ping", "/ready"])
+async def test_an_engine_that_says_nothing_is_unhealthy_until_it_does(path: str):
+    gate, clock = Gate(), Clock()
+    engine = make_engine(gate, clock=clock)
+    async with live(engine) as server, gate:
+        asked = asyncio.create_task(server.complete(prompt="p", max_tokens=3))
+        gate.let_through(1)
+        await gate.until_arrived(2)
+        clock.now_s += 1.4
+        busy = await server.client.get(path)
+        clock.now_s += 0.2
+        stalled = await server.client.get(path)
+        gate.let_through(1)
+        await gate.until_arrived(3)
+        recovered = await server.client.get(path)
+        gate.open()
+        await asked
+        clock.now_s += 1000
+        idle = await server.client.get(path)
+
+    assert [200, 503, 200, 200] == [response.status_code for response in (busy, stalled, recovered, idle)]
+    assert "engine_stalled" == stalled.json()["error"]["code"]
+    assert "no sign of life for 1.6 s" in stalled.json()["error"]["message"]
+
+
+async def test_a_long_step_where_steps_are_long_is_no_stall():
+    gate, clock = Gate(), Clock()
+    engine = make_engine(gate, clock=clock)
+    async with live(engine) as server, gate:
+        asked = asyncio.create_task(server.complete(prompt="p", max_tokens=9))
+        await gate.until_arrived(1)
+        clock.now_s += 50  # nobody knows yet how long a step takes
+        first = await server.client.get("/health")
+        gate.let_through(1)
+        await gate.until_arrived(2)
+        clock.now_s += 400
+        second = await server.client.get("/health")
+        clock.now_s += 101
+        third = await server.client.get("/health")
+        gate.open()
+        await asked
+
+    assert [200, 200, 503] == [response.status_code for response in (first, second, third)]
+
+
+async def test_when_the_engine_loop_has_ended_the_server_says_so():
+    async with in_process() as server:
+        (task,) = [task for task in asyncio.all_tasks() if task.get_name() == "engine loop"]
+        task.cancel()
+        await asyncio.wait([task])
+        health = await server.client.get("/health")
+        answer = await server.complete(prompt="p")
+
+    assert [(503, "engine_dead")] * 2 == [(r.status_code, r.json()["error"]["code"]) for r in (health, answer)]
+
+
+async def test_requests_are_ended_by_either_of_their_ids_and_their_readers_told():
+    gate, started = Gate(), [asyncio.Event() for _ in range(3)]
+    async with live(make_engine(gate)) as server, gate:
+        names = ("one", "two", "three")
+        streams = [asyncio.create_task(streamed(server, *pair)) for pair in zip(names, started, strict=True)]
+        while server.service.loop.num_open_streams < 3:
+            await asyncio.sleep(0)
+        gate.let_through(2)  # the second step has all three
+        await asyncio.gather(*(event.wait() for event in started))
+        by_name = await server.client.post("/abort_requests", json={"request_ids": ["two", "nobody"]})
+        again = await server.client.post("/abort_requests", json={"request_ids": ["two"]})
+        gate.open()
+        texts = await asyncio.gather(*streams)
+
+    ids = [json.loads(text.split("\n")[0].removeprefix("data: "))["id"] for text in texts]
+    assert ([ids[1]], []) == (by_name.json()["aborted"], again.json()["aborted"])
+    assert [False, True, False] == ["request_aborted" in text for text in texts]
+    assert [True] * 3 == [text.endswith("data: [DONE]\n\n") for text in texts]
+
+
+async def test_who_waits_for_a_whole_answer_is_told_by_the_status():
+    gate = Gate()
+    async with live(make_engine(gate)) as server, gate:
+        asked = asyncio.create_task(server.complete(prompt="p", max_tokens=9))
+        await gate.until_arrived(1)
+        await server.client.post("/abort_requests", json={"all": True})
+        answer = await asked
+        gate.open()
+        await server.until_idle()
+
+    assert (410, "request_aborted") == (answer.status_code, answer.json()["error"]["code"])
+
+
+@pytest.mark.parametrize(("key", "ended"), [("a", ["alice"]), ("b", ["bob"]), ("root", ["alice", "bob"])])
+async def test_a_caller_may_end_its_own_requests_and_admin_everybodys(key: str, ended: list[str]):
+    gate, keys = Gate(), {"alice": "a", "bob": "b"}
+    async with live(make_engine(gate), api_key=("alice:a", "bob:b", "admin:root")) as server, gate:
+        body = {"prompt": "p", "max_tokens": 2}
+        asked = {
+            name: asyncio.create_task(server.client.post("/v1/completions", json=body, headers={"X-Api-Key": secret}))
+            for name, secret in keys.items()
+        }
+        while server.service.loop.num_open_streams < 2:
+            await asyncio.sleep(0)
+        await server.client.post("/abort_requests", json={"all": True}, headers={"X-Api-Key": key})
+        gate.open()
+        statuses = {name: (await task).status_code for name, task in asked.items()}
+
+    assert ended == [name for name, status in statuses.items() if status == 410]
+
+
+@pytest.mark.parametrize("body", [{}, {"all": False}, {"all": True, "request_ids": []}, {"request_ids": "x"}])
+async def test_what_to_end_must_be_said(body: dict[str, Any]):
+    async with in_process() as server:
+        response = await server.client.post("/abort_requests", json=body)
+
+    assert (400, "request_ids") == (response.status_code, response.json()["error"]["param"])
+
+
+async def test_server_info_tells_the_settings_and_no_secret():
+    async with in_process(api_key=("alice:secret",), num_kv_blocks=7) as server:
+        response = await server.client.get("/server_info", headers={"X-Api-Key": "secret"})
+
+    info = response.json()
+    assert (7, 7, 28, 4) == (
+        info["settings"]["num_kv_blocks"],
+        info["num_kv_blocks"],
+        info["max_model_len"],
+        info["block_size"],
+    )
+    assert "secret" not in response.text
+
+
+async def streamed(server: RunningServer, name: str, started: asyncio.Event) -> str:
+    body, headers = {"prompt": "p", "max_tokens": 4, "stream": True}, {"X-Request-Id": name}
+    text = ""
+    async with server.client.stream("POST", "/v1/completions", json=body, headers=headers) as response:
+        async for piece in response.aiter_text():
+            text += piece
+            started.set()
+    return text
 
 
 async def test_version_and_documentation_are_there():

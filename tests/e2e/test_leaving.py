@@ -75,6 +75,29 @@ async def test_streams_that_outlast_the_shutdown_timeout_end_with_an_error(serve
     assert 0 == await asyncio.to_thread(server.exit_code)
 
 
+async def test_an_engine_that_is_stuck_does_not_keep_the_process(serve: Serve):
+    server = serve("--shutdown-timeout", "0", "--enable-fault-injection")
+    server.complete(prompt="so that the engine has made its first step", max_tokens=1)
+    fault = {"type": "stall_engine", "seconds": 30, "after_events": 1}
+    started = asyncio.Event()
+    async with httpx.AsyncClient(base_url=server.url, timeout=DEADLINE_S) as client:
+        reading = asyncio.create_task(_read(client, {**LONG, "stream": True, "fault": fault}, started))
+        await started.wait()
+        await asyncio.to_thread(_wait_for_health, server, 503)
+        server.terminate()
+        lines = await reading
+
+    assert "data: [DONE]" == lines[-1]
+    assert "shutting_down" == json.loads(lines[-2].removeprefix("data: "))["error"]["code"]
+    assert 1 == await asyncio.to_thread(server.exit_code)
+    assert "no sign of life" in server.log
+
+
+def _wait_for_health(server: LiveServer, status: int) -> None:
+    while status != server.http.get("/health").status_code:
+        pass
+
+
 async def test_an_engine_that_dies_tells_its_streams_and_ends_the_process(serve: Serve):
     server = serve("--speculative-config", "null", module="tests.e2e.dying_server")
     async with httpx.AsyncClient(base_url=server.url, timeout=DEADLINE_S) as client:
