@@ -8,7 +8,7 @@ from contextlib import asynccontextmanager
 from fastapi import FastAPI
 from starlette.middleware.cors import CORSMiddleware
 
-from app import chat, completions, errors, logs, models, ops
+from app import chat, completions, embeddings, errors, logs, models, ops
 from app.access import RecordRequests
 from app.auth import Authentication
 from app.faults import FaultInjection
@@ -52,7 +52,7 @@ def create_app(settings: Settings | None = None, engine: Engine | None = None) -
     # No redirects between /x and /x/: a scraper that is sent elsewhere gives up.
     app = FastAPI(title="Octavo", version=package_version(), lifespan=lifespan, redirect_slashes=False)
     app.root_path = settings.root_path  # requests may have it before their path, or not: proxies do either
-    for module in (completions, chat, responses, messages, models, ops):
+    for module in (completions, chat, responses, messages, embeddings, models, ops):
         app.include_router(module.router)
     errors.install(app)
     app.openapi = lambda: openapi(app)  # type: ignore[method-assign]

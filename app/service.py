@@ -16,7 +16,7 @@ from app.generation import Ask, Job, build
 from app.logs import log_stats
 from app.metrics import Metrics
 from app.run import Run
-from app.schemas import GenerationRequest
+from app.schemas import EmbeddingRequest, GenerationRequest
 from app.settings import Settings
 from core import Engine, InvalidRequest
 
@@ -99,7 +99,7 @@ class Service:
             run.abort()
         return [run.job.id for run in found]
 
-    def cache_salt(self, request: Request, body: GenerationRequest) -> dict[str, str]:
+    def cache_salt(self, request: Request, body: GenerationRequest | EmbeddingRequest) -> dict[str, str]:
         """What must be equal for two requests to share KV blocks: the key's name and the caller's salt, kept apart."""
         parts = {"api_key": getattr(request.state, "key_name", None), "cache_salt": body.cache_salt}
         return {name: value for name, value in parts.items() if value is not None}

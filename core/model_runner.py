@@ -65,7 +65,7 @@ class ModelRunner:
         proposal = self._proposer.propose(plan) if self._proposer else Proposal()
         yielding = [s for s in plan.scheduled if s.yields_token]
         drafts = [proposal.drafts.get(s.request_id, Draft()) for s in yielding]
-        rows, prompt_logprobs = self._run_target(plan, proposal)
+        rows, prompt_logprobs, hidden_sums = self._run_target(plan, proposal)
         accepted = _accept(yielding, drafts, rows, self._verify)
         sampled = {
             s.request_id: SampledTokens(
@@ -75,7 +75,9 @@ class ModelRunner:
         }
         for scheduled, logits in zip(yielding, rows, strict=True):
             sampled |= {sibling.request_id: _sample(sibling, logits) for sibling in scheduled.request.siblings}
-        return ModelRunnerOutput(sampled, proposal.draft_computed, tier_seconds, prompt_logprobs, proposal.passes)
+        return ModelRunnerOutput(
+            sampled, proposal.draft_computed, tier_seconds, prompt_logprobs, proposal.passes, hidden_sums
+        )
 
     def _move_blocks(self, plan: SchedulerOutput) -> float:
         """What must happen to memory first, in the plan's order; returns the seconds that the second tier took."""
@@ -92,10 +94,10 @@ class ModelRunner:
 
     def _run_target(
         self, plan: SchedulerOutput, proposal: Proposal
-    ) -> tuple[list[Floats], dict[str, list[TokenLogprobs]]]:
+    ) -> tuple[list[Floats], dict[str, list[TokenLogprobs]], dict[str, tuple[float, ...]]]:
         """(K+1, V) logits for each request that yields: behind its last token and behind each of its drafts.
 
-        And the log-probabilities of those prompt tokens that are to be scored.
+        And the log-probabilities of those prompt tokens that are to be scored, and sums of those to be summed.
         """
         runs, num_wanted = [], []
         for s in plan.scheduled:
@@ -109,11 +111,16 @@ class ModelRunner:
             span.row + np.array(s.scored_positions, np.int64) - 1 - s.start
             for s, span in zip(plan.scheduled, batch.spans, strict=True)
         ]
-        hidden_RD = self._model.hidden_states(batch, self._cache, np.concatenate([*wanted, *scored]))
+        summed = [
+            span.row + np.array(s.summed_positions, np.int64) - s.start
+            for s, span in zip(plan.scheduled, batch.spans, strict=True)
+        ]
+        hidden_RD = self._model.hidden_states(batch, self._cache, np.concatenate([*wanted, *scored, *summed]))
         starts = np.cumsum([0, *num_wanted])
+        scored_RD, summed_RD = np.split(hidden_RD[starts[-1] :], [sum(map(len, scored))])
         logits_RV = self._logits(hidden_RD[: starts[-1]])
         rows = [logits_RV[a : a + num] for a, num in zip(starts[:-1], num_wanted, strict=True) if num]
-        return rows, self._score(plan.scheduled, hidden_RD[starts[-1] :])
+        return rows, self._score(plan.scheduled, scored_RD), _hidden_sums(plan.scheduled, summed_RD)
 
     def _score(self, scheduled: Sequence[ScheduledRequest], hidden_RD: Floats) -> dict[str, list[TokenLogprobs]]:
         """Log-probabilities at the scored positions of all, whose rows before them lie one after another."""
@@ -141,6 +148,22 @@ class ModelRunner:
         if not np.isfinite(logits_RV.max(axis=1, initial=0.0)).all():
             raise NumericalFault("logits are not finite")
         return logits_RV
+
+
+def _hidden_sums(scheduled: Sequence[ScheduledRequest], hidden_RD: Floats) -> dict[str, tuple[float, ...]]:
+    """Sums of hidden states, with what was summed before, of those that embed; their rows lie one after another.
+
+    One row after the other: the sum has the same bits however the prompt was cut into chunks.
+    """
+    if not np.isfinite(hidden_RD).all():
+        raise NumericalFault("hidden states are not finite")
+    sums: dict[str, tuple[float, ...]] = {}
+    for s in scheduled:
+        own_RD, hidden_RD = np.split(hidden_RD, [len(s.summed_positions)])
+        if len(own_RD):
+            before_1D = np.array(s.request.hidden_sum or np.zeros(own_RD.shape[1]), ndmin=2)
+            sums[s.request_id] = tuple(np.add.accumulate(np.concatenate([before_1D, own_RD]), axis=0)[-1].tolist())
+    return sums
 
 
 class _Accepted(NamedTuple):

@@ -86,7 +86,8 @@ class SamplingParams:
     token, None for no logprobs at all; `num_prompt_logprobs` the same for the prompt's. `allowed_token_ids` None: all.
     `bad_words`: runs of tokens that the output never has. `skip_special_tokens` False: they show in the text, by name.
     `speculative_tokens`: most draft tokens a step, None for the engine's own choice. `structured_output`: the grammar
-    that the output keeps to; it ends (with STOP) where nothing can follow, even before `min_tokens`.
+    that the output keeps to; it ends (with STOP) where nothing can follow, even before `min_tokens`. `embed`: the mean
+    of the prompt's hidden states is wanted.
     """
 
     max_tokens: int | None = 16
@@ -111,6 +112,7 @@ class SamplingParams:
     num_prompt_logprobs: int | None = None
     speculative_tokens: int | None = None
     structured_output: StructuredOutput | None = None
+    embed: bool = False
 
     def __post_init__(self) -> None:
         _in_range("temperature", self.temperature, 0, 2)
@@ -219,7 +221,8 @@ class RequestOutput:
     `text` is what may be shown now; it lags behind `num_generated_tokens` while a stop string or a character may
     still complete. `tokens` are exactly those whose text this delta brings to an end. `is_refused`: the error is the
     caller's. `drafts`: what became of this step's drafts, None if there were none. `prompt_logprobs` come with the
-    first delta if they were asked for: those of the second prompt token and of all behind it.
+    first delta if they were asked for: those of the second prompt token and of all behind it. `embedding` comes with
+    the last.
     """
 
     request_id: str
@@ -234,6 +237,7 @@ class RequestOutput:
     is_refused: bool = False
     drafts: DraftOutcome | None = None
     prompt_logprobs: tuple[TokenLogprobs, ...] | None = None
+    embedding: tuple[float, ...] | None = None
 
     @property
     def is_finished(self) -> bool:
@@ -359,6 +363,8 @@ class Request:
         self.num_cached_tokens = 0
         self.num_host_cached_tokens = 0  # of those, tokens found in the second tier
         self.prompt_logprobs: list[TokenLogprobs] = []  # of its second token and on, as far as they were asked for
+        self.hidden_sum: tuple[float, ...] = ()  # of its first `num_summed_rows` tokens, if it embeds
+        self.num_summed_rows = 0
         self._hashes: BlockHashes | None = None
         self.num_preemptions = 0
         self.finish_reason: FinishReason | None = None
@@ -391,12 +397,22 @@ class Request:
     def num_unneeded_rows(self) -> int:
         """Leading tokens of which nothing but their KV is needed, so that it may come from a cache.
 
-        The last token's row says the next token; the prompt's say its log-probabilities, if those are wanted.
+        The last token's row says the next token; the prompt's say its log-probabilities and its embedding, if those
+        are wanted.
         """
+        if self.params.embed and self.num_summed_rows < self.num_prompt_tokens:
+            return self.num_summed_rows
         num_recorded = len(self.prompt_logprobs)
         if self.params.num_prompt_logprobs is not None and num_recorded < self.num_prompt_tokens - 1:
             return num_recorded
         return self.num_tokens - 1
+
+    @property
+    def embedding(self) -> tuple[float, ...] | None:
+        """The mean of its prompt's hidden states; None before they are all there, and where nobody asked."""
+        if not self.params.embed or self.num_summed_rows < self.num_prompt_tokens:
+            return None
+        return tuple(value / self.num_prompt_tokens for value in self.hidden_sum)
 
     @property
     def num_drafts_wanted(self) -> int:

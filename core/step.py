@@ -66,6 +66,14 @@ class ScheduledRequest:
         first_row = max(self.start, len(request.prompt_logprobs))
         return range(first_row + 1, min(self.end + 1, request.num_prompt_tokens))
 
+    @property
+    def summed_positions(self) -> range:
+        """Prompt tokens whose hidden states this step is to add to the request's sum; each is added once."""
+        request = self.request
+        if not request.params.embed:
+            return range(0)
+        return range(max(self.start, request.num_summed_rows), min(self.end, request.num_prompt_tokens))
+
 
 @dataclass(frozen=True, slots=True)
 class DraftChoice:
@@ -143,6 +151,7 @@ class ModelRunnerOutput:
 
     `tier_seconds`: what stores and loads of the second tier took. `prompt_logprobs`: one for each scored position.
     `draft_passes`: rows and seconds of each pass of the draft model.
+    `hidden_sums`: of those with summed positions, with what was summed before.
     """
 
     sampled: Mapping[str, SampledTokens] = field(default_factory=dict)
@@ -150,6 +159,7 @@ class ModelRunnerOutput:
     tier_seconds: float = 0.0
     prompt_logprobs: Mapping[str, Sequence[TokenLogprobs]] = field(default_factory=dict)
     draft_passes: Sequence[tuple[int, float]] = ()
+    hidden_sums: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
 
 
 Execute = Callable[[SchedulerOutput], ModelRunnerOutput]
@@ -160,11 +170,18 @@ def count_only(plan: SchedulerOutput) -> ModelRunnerOutput:
     return ModelRunnerOutput(
         {r.request_id: _certain_token(r) for s in plan.scheduled for r in s.yielding_requests},
         prompt_logprobs=certain_prompts(plan.scheduled),
+        hidden_sums=_ones(plan.scheduled),
     )
 
 
 def _certain_token(request: Request) -> SampledTokens:
     return SampledTokens((0,), () if request.params.num_logprobs is None else (TokenLogprobs(0.0),))
+
+
+def _ones(scheduled: Iterable[ScheduledRequest]) -> dict[str, tuple[float, ...]]:
+    """Sums of hidden states that are all (1, 0)."""
+    rows = {s.request_id: s.summed_positions for s in scheduled}
+    return {request_id: (float(positions.stop), 0.0) for request_id, positions in rows.items() if positions}
 
 
 def certain_prompts(scheduled: Iterable[ScheduledRequest]) -> dict[str, list[TokenLogprobs]]:

@@ -37,6 +37,12 @@ def dense_attention(query_THE: Floats, keys_CGE: Floats, values_CGE: Floats, pos
 
 def llama_logits(config: ModelConfig, tensors: Tensors, token_ids: Sequence[int]) -> Doubles:
     """(T, V): logits behind each token of one sequence. Unscaled rotary embedding only."""
+    head = "model.embed_tokens" if config.tie_word_embeddings else "lm_head"
+    return llama_hidden(config, tensors, token_ids) @ tensors[f"{head}.weight"].astype(np.float64).T
+
+
+def llama_hidden(config: ModelConfig, tensors: Tensors, token_ids: Sequence[int]) -> Doubles:
+    """(T, D): what comes before the head, normalised."""
     assert config.rope_scaling is None
 
     def weight(name: str) -> Doubles:
@@ -60,8 +66,7 @@ def llama_logits(config: ModelConfig, tensors: Tensors, token_ids: Sequence[int]
         x_TD = _rms_norm(stream_TD, weight(f"{layer}.post_attention_layernorm"), config.rms_norm_eps)
         gate_TF, up_TF = x_TD @ weight(f"{layer}.mlp.gate_proj").T, x_TD @ weight(f"{layer}.mlp.up_proj").T
         stream_TD = stream_TD + (gate_TF / (1 + np.exp(-gate_TF)) * up_TF) @ weight(f"{layer}.mlp.down_proj").T
-    head = "model.embed_tokens" if config.tie_word_embeddings else "lm_head"
-    return _rms_norm(stream_TD, weight("model.norm"), config.rms_norm_eps) @ weight(head).T
+    return _rms_norm(stream_TD, weight("model.norm"), config.rms_norm_eps)
 
 
 def _rms_norm(x_TD: Doubles, weight_D: Doubles, eps: float) -> Doubles:

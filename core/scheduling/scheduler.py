@@ -256,6 +256,8 @@ class ContinuousBatchingScheduler:
             self._record_prompt_logprobs(scheduled, result)
         if scheduled.start < request.num_lost_tokens:
             self.num_recomputed_tokens += min(scheduled.end, request.num_lost_tokens) - scheduled.start
+        if request.params.embed:
+            self._record_hidden_sum(scheduled, result)
         request.num_computed_tokens = scheduled.end
         if born:
             request.siblings = []
@@ -282,6 +284,14 @@ class ContinuousBatchingScheduler:
         if len(found) != len(scheduled.scored_positions):
             raise InvariantViolation(f"{scheduled.request!r} should have {len(scheduled.scored_positions)} scores")
         scheduled.request.prompt_logprobs.extend(found)
+
+    def _record_hidden_sum(self, scheduled: ScheduledRequest, result: ModelRunnerOutput) -> None:
+        if scheduled.summed_positions:
+            request = scheduled.request
+            if request.request_id not in result.hidden_sums:
+                raise InvariantViolation(f"{request!r} should have a sum of hidden states")
+            request.num_summed_rows = scheduled.summed_positions.stop
+            request.hidden_sum = result.hidden_sums[request.request_id]
 
     def _finish_empty(self, requests: Sequence[Request]) -> None:
         """End those that wanted their prompt computed and not one token."""

@@ -167,6 +167,7 @@ class StopTracker:
             is_refused=request.is_refused,
             drafts=drafts,
             prompt_logprobs=None if request.params.num_prompt_logprobs is None else self._take_prompt_logprobs(),
+            embedding=request.embedding if request.params.embed else None,
         )
         self._ready, self._ready_text = [], ""
         return output
