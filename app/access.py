@@ -1,11 +1,12 @@
 """The HTTP request under way: what its route and its run find out is gathered here, and written down once at its end.
 
-One line in the log and one count in the metrics, for every request: the middleware makes the record, whatever serves
-the request adds to it with `note`, without being handed it from one to the other.
+One line in the log, one count in the metrics and, if asked for, one trace, for every request: the middleware makes the
+record, whatever serves the request adds to it with `note` and `trace`, without being handed it from one to the other.
 """
 
 import logging
 import time
+from collections.abc import Iterable
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -14,6 +15,7 @@ from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from app.metrics import SILENT_HANDLERS, handler_of
+from app.tracing import TracedSequence
 
 if TYPE_CHECKING:
     from app.service import Service
@@ -34,6 +36,7 @@ class Access:
     num_bytes_in: int = 0
     num_bytes_out: int = 0
     started_s: float = field(default_factory=time.monotonic)
+    sequences: list[TracedSequence] = field(default_factory=list)  # of its trace
 
     @property
     def key_name(self) -> str | None:
@@ -48,6 +51,12 @@ def note(**fields: object) -> None:
     """Add fields to the line that the request under way will be in the log."""
     if (access := _current.get()) is not None:
         access.fields.update(fields)
+
+
+def trace(sequences: Iterable[TracedSequence]) -> None:
+    """Add sequences to the trace of the request under way."""
+    if (access := _current.get()) is not None:
+        access.sequences.extend(sequences)
 
 
 def key_name() -> str | None:
@@ -94,9 +103,10 @@ def _write_down(scope: Scope, access: Access) -> None:
     service.metrics.http.observe(
         scope, access.status, num_in=access.num_bytes_in, num_out=access.num_bytes_out, seconds=seconds
     )
-    level = logging.DEBUG if handler_of(scope) in SILENT_HANDLERS else logging.INFO
-    if logger.isEnabledFor(level):
-        logger.log(level, "request finished", extra=_line(scope, access, seconds))
+    line, handler = _line(scope, access, seconds), handler_of(scope)
+    logger.log(logging.DEBUG if handler in SILENT_HANDLERS else logging.INFO, "request finished", extra=line)
+    if service.tracing is not None and handler not in SILENT_HANDLERS:
+        service.tracing.record(line, handler, Headers(scope=scope), access.sequences, access.started_s)
 
 
 def _line(scope: Scope, access: Access, seconds: float) -> dict[str, object]:

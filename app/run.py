@@ -4,19 +4,21 @@ A `Run` ends its sequences when it is left, whatever the way out.
 """
 
 import logging
-from collections.abc import Sequence
+import time
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any, Self
 
-from app.access import key_name, note
+from app.access import key_name, note, trace
 from app.drafts import DraftTally
 from app.engine_loop import EngineLoop, Stream
 from app.errors import SERVER_ERROR, ApiError
 from app.generation import Job
 from app.prompts import Prompt
 from app.schemas import FinishReason, PromptTokensDetails, Usage
+from app.tracing import TracedSequence
 from core import FinishReason as EngineFinishReason
-from core import InvalidRequest, RequestOutput
+from core import InvalidRequest, RequestOutput, RequestTimes
 
 logger = logging.getLogger(__name__)
 
@@ -42,6 +44,7 @@ class Run:
         self._stream: Stream | None = None
         self._index = {request_id: index for index, request_id in enumerate(job.request_ids)}
         self._last: dict[int, RequestOutput] = {}
+        self._times: dict[int, RequestTimes | None] = {}
         self._draft_metrics = draft_metrics
         self._drafts = DraftTally()
 
@@ -71,6 +74,7 @@ class Run:
         pairs = [(self._index[output.request_id], output) for output in await anext(self._stream)]
         for index, output in pairs:
             self._last[index] = output
+            self._times[index] = output.times or self._times.get(index)
             if output.drafts is not None:
                 self._drafts.add(output.drafts, is_kept=self._tells_metrics)
             if output.is_refused:
@@ -143,6 +147,16 @@ class Run:
             "num_output_tokens": usage.completion_tokens,
         }
         note(**fields)
+        trace(self._sequences())
+
+    def _sequences(self) -> Iterator[TracedSequence]:
+        """What is to be told of each in a trace."""
+        now_s, arrival_s = time.monotonic(), self.job.requests[0].arrival_s
+        for request_id, index in self._index.items():
+            last, times = self._last.get(index), self._times.get(index)
+            is_over = last is not None and last.is_finished
+            ended_s = times.last_token_s if is_over and times is not None else None
+            yield TracedSequence(request_id, arrival_s, now_s if ended_s is None else ended_s, times)
 
 
 def make_usage(prompts: Sequence[Prompt], *, num_generated: int = 0, num_cached: int = 0) -> Usage:

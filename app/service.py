@@ -18,6 +18,7 @@ from app.metrics import Metrics
 from app.run import Run
 from app.schemas import EmbeddingRequest, GenerationRequest
 from app.settings import Settings
+from app.tracing import tracing_to
 from core import Engine, InvalidRequest
 
 if TYPE_CHECKING:
@@ -43,6 +44,7 @@ class Service:
         self.created = int(time.time())
         self.version = package_version()
         self.fingerprint = f"octavo-{self.version}"
+        self.tracing = tracing_to(settings.otlp_traces_endpoint) if settings.otlp_traces_endpoint else None
         self._runs: set[Run] = set()  # under way
         self._stats_task: asyncio.Task[None] | None = None
         # Its own thread, for a long text may take longer than many steps.
@@ -69,6 +71,8 @@ class Service:
         if self._stats_task is not None:
             self._stats_task.cancel()
         await self.loop.stop()
+        if self.tracing is not None:
+            await asyncio.to_thread(self.tracing.shutdown)
         self._tokenizing.shutdown(wait=False, cancel_futures=True)
 
     def check_model(self, name: str | None) -> str:

@@ -142,6 +142,9 @@ class Settings(BaseSettings):
     shutdown_timeout: float = Field(default=30.0, ge=0, description="Seconds for open streams to end after SIGTERM.")
     log_level: LogLevel = Field(default="info", description="Of the server's own log.")
     log_format: Literal["text", "json"] = Field(default="text", description="Of its lines: text or json.")
+    otlp_traces_endpoint: str | None = Field(
+        default=None, description="URL that traces go to, by OTLP over HTTP: http://localhost:4318/v1/traces."
+    )
     uvicorn_log_level: LogLevel = Field(default="warning", description="Of the HTTP server's log.")
     cache_dir: Path = Field(default_factory=_cache_dir, description="Where pulled models lie.")
 
@@ -228,6 +231,7 @@ def load_settings(flags: Mapping[str, Any]) -> Settings:
         config = settings.engine_config()
         _compile_chat_template(settings)
         _check_tls(settings)
+        _check_tracing(settings)
         _ = settings.api_keys
     except ValidationError as error:
         raise SettingsError("; ".join(_describe(problem, flags) for problem in error.errors())) from error
@@ -266,6 +270,17 @@ def _check_tls(settings: Settings) -> None:
             context.load_verify_locations(settings.ssl_ca_certs)
     except OSError as error:
         raise SettingsError(f"--ssl-certfile {', '.join(str(file) for file in files if file)}: {error}") from error
+
+
+def _check_tracing(settings: Settings) -> None:
+    """The same for packages that are not everybody's."""
+    if settings.otlp_traces_endpoint is None:
+        return
+    try:
+        import opentelemetry.exporter.otlp.proto.http
+        import opentelemetry.sdk  # noqa: F401
+    except ImportError as error:
+        raise SettingsError(f"--otlp-traces-endpoint needs the extra otel: {error}") from error
 
 
 def _describe(problem: Mapping[str, Any], flags: Mapping[str, Any]) -> str:

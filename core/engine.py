@@ -350,7 +350,7 @@ class Engine:
             )
             self._gatherer.drafts.on_bounds(list(executed.result.sampled.values()))
         for output in outputs:
-            self._gatherer.on_output(self._planned[output.request_id], output, now_s)
+            output.times = self._gatherer.on_output(self._planned[output.request_id], output, now_s)
 
     def describe_kv(self) -> dict[str, Any]:
         """Block tables, reference counts and hashes as they are now, as JSON's types. Engine thread only."""

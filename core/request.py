@@ -214,6 +214,15 @@ class DraftOutcome:
         return min(self.num_accepted, self.num_emitted)
 
 
+@dataclass(frozen=True, slots=True)
+class RequestTimes:
+    """Moments of a request on the engine's clock: first computed for, first and latest token (None: none so far)."""
+
+    scheduled_s: float
+    first_token_s: float | None
+    last_token_s: float | None
+
+
 @dataclass(slots=True)  # as OutputToken
 class RequestOutput:
     """What one step adds to one request: a delta. `finish_reason` is set on the last one only.
@@ -222,7 +231,7 @@ class RequestOutput:
     still complete. `tokens` are exactly those whose text this delta brings to an end. `is_refused`: the error is the
     caller's. `drafts`: what became of this step's drafts, None if there were none. `prompt_logprobs` come with the
     first delta if they were asked for: those of the second prompt token and of all behind it. `embedding` comes with
-    the last.
+    the last, `times` with the first and the last.
     """
 
     request_id: str
@@ -238,6 +247,7 @@ class RequestOutput:
     drafts: DraftOutcome | None = None
     prompt_logprobs: tuple[TokenLogprobs, ...] | None = None
     embedding: tuple[float, ...] | None = None
+    times: RequestTimes | None = None
 
     @property
     def is_finished(self) -> bool:

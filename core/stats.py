@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from core.request import FinishReason, Request, RequestOutput
+from core.request import FinishReason, Request, RequestOutput, RequestTimes
 from core.scheduling.drafting import DraftOutlook
 from core.stats_drafts import DraftGatherer
 from core.step import SchedulerOutput
@@ -187,10 +187,11 @@ class StatsGatherer:
             for sibling in scheduled.born_siblings:
                 self._times[sibling.request_id] = _Times(times.first_scheduled, is_born=True)
 
-    def on_output(self, request: Request, output: RequestOutput, now_s: float) -> None:
-        """A request has new tokens, or has failed."""
+    def on_output(self, request: Request, output: RequestOutput, now_s: float) -> RequestTimes | None:
+        """A request has new tokens, or has ended; returns its times for the first output and the last."""
         times = self._times_of(request)
         num_new = output.num_generated_tokens - times.num_generated
+        is_first = times.last_token is None
         if num_new:
             if times.first_token is None:
                 self._on_first_token(request, times, now_s)
@@ -201,8 +202,11 @@ class StatsGatherer:
             self._num_generation_tokens += num_new
         elif output.finish_reason is FinishReason.LENGTH and not request.num_output_tokens and not times.is_born:
             self._count_prompt(request)  # it wanted no tokens, so none will count it
-        if output.finish_reason is not None:
+        if output.is_finished:
             self.on_finish(request, now_s)
+        if times.first_scheduled is None or not (is_first or output.is_finished):
+            return None
+        return RequestTimes(times.first_scheduled, times.first_token, times.last_token)
 
     def _times_of(self, request: Request) -> _Times:
         times = self._times.get(request.request_id)

@@ -56,6 +56,7 @@ HEAVY = {
     "llguidance",
     "openai",
     "anthropic",
+    "opentelemetry",
 }
 # Modules that only a function imports: they may import heavy packages, as nobody imports them at start.
 LATE = {"core.tokenizer_files", "core.tokenizer_gguf"}

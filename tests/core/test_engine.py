@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 import pytest
 
 from core.errors import ContextLengthExceeded, DuplicateRequest, EngineDead, InvalidRequest, InvariantViolation
-from core.request import FinishReason, SamplingParams
+from core.request import FinishReason, RequestTimes, SamplingParams
 from core.step import ModelRunnerOutput, SampledTokens, SchedulerOutput, count_only
 from tests.builders import END, Clock, engine, new_request, run, text_of, token_ids_of
 from tests.core.scheduling.checked_runner import CheckedRunner, next_token
@@ -335,7 +335,7 @@ def test_latencies_are_read_off_the_given_clock():
     it = engine(model, clock=clock)
     clock.now_s = 10.0
     it.add(new_request(max_tokens=3, arrival_s=9.0))
-    run(it)
+    times = [output.times for output in run(it)["a"]]
     sums = {name: h.sum for name, h in it.stats.histograms.items()}
 
     assert (1.0, 3.0, 4.0, 7.0, 2.0) == (
@@ -345,6 +345,7 @@ def test_latencies_are_read_off_the_given_clock():
         sums["e2e_request_latency_seconds"],
         sums["request_time_per_output_token_seconds"],
     )
+    assert [RequestTimes(10.0, 12.0, 12.0), None, RequestTimes(10.0, 12.0, 16.0)] == times
 
 
 # When it fails
