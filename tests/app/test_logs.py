@@ -3,6 +3,7 @@
 import asyncio
 import json
 import logging
+import subprocess
 import sys
 
 import pytest
@@ -46,6 +47,13 @@ def test_a_line_may_be_an_object_of_json():
         "num": 7,
         "text": "é\n",
     } == found
+
+
+def test_the_flag_chooses_the_lines_form():
+    code = "import logging; from app import logs; logs.configure('info', 'json'); logging.getLogger('x').info('m')"
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+
+    assert ("m", "x") == tuple(json.loads(ran.stderr)[name] for name in ("message", "logger"))
 
 
 def test_the_start_line_tells_the_caches_size(caplog: pytest.LogCaptureFixture):
