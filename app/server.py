@@ -68,9 +68,18 @@ class Server(uvicorn.Server):
         self.should_exit = True
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        draining = asyncio.create_task(self._service.loop.drain(self._shutdown_timeout_s))
+        draining = asyncio.create_task(self._drain())
         await super().shutdown(sockets)
         draining.cancel()
+
+    async def _drain(self) -> None:
+        await self._service.loop.drain(self._shutdown_timeout_s)
+        await asyncio.sleep(_LAST_WORDS_S)
+        for protocol in list(self.server_state.connections):
+            cycle = getattr(protocol, "cycle", None)
+            if cycle is None or cycle.response_complete:
+                # Closed long ago; with TLS it would wait half a minute for an idle client's farewell.
+                protocol.transport.abort()
 
     def _cut_connection(self, scope: Scope) -> None:
         """Drop the connection of this request with whatever it has still to send."""

@@ -186,6 +186,19 @@ async def test_with_a_certificate_the_server_speaks_https(
     assert f"listening on https://0.0.0.0:{port}" in caplog.text
 
 
+async def test_an_idle_client_does_not_hold_up_the_end(certificate: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch):
+    """It says no farewell; TLS would wait 30 s for it."""
+    monkeypatch.setattr("app.server._LAST_WORDS_S", 0.0)
+    fields = {"ssl_certfile": certificate[0], "ssl_keyfile": certificate[1]}
+    async with tls_client(certificate) as client, listening(make_engine(), **fields) as (server, port, task):
+        await client.get(f"https://127.0.0.1:{port}/health")
+        server.should_exit = True
+        async with asyncio.timeout(20):
+            await task
+
+    assert 0 == server.exit_code
+
+
 async def test_clients_may_have_to_show_a_certificate_too(certificate: tuple[Path, Path]):
     fields = {"ssl_certfile": certificate[0], "ssl_keyfile": certificate[1]}
     fields |= {"ssl_ca_certs": certificate[0], "ssl_cert_reqs": 2}
