@@ -33,11 +33,12 @@ _ANY = {
     "404": "What is asked for is not there, or is turned off on this server.",
     "499": "The client has left; nobody reads this.",
     "500": "A fault of the server's own.",
-    "503": "Not now: the queue is full, the server shuts down, or its engine has died.",
+    "503": "Not now: the queue is full, the server shuts down, or its engine has died or is stuck.",
 }
 _WITH_INPUT = {
     "400": "Refused; the message names the field, its value and the limit.",
     "408": "The body, or the reading of the answer, took too long.",
+    "410": "Somebody has ended the request by /abort_requests.",
     "413": "The body is longer than this server takes.",
 }
 
