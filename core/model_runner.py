@@ -114,6 +114,7 @@ class ModelRunner:
         summed = [
             span.row + np.array(s.summed_positions, np.int64) - s.start
             for s, span in zip(plan.scheduled, batch.spans, strict=True)
+            if s.request.params.embed
         ]
         hidden_RD = self._model.hidden_states(batch, self._cache, np.concatenate([*wanted, *scored, *summed]))
         starts = np.cumsum([0, *num_wanted])
@@ -158,7 +159,7 @@ def _hidden_sums(scheduled: Sequence[ScheduledRequest], hidden_RD: Floats) -> di
     if not np.isfinite(hidden_RD).all():
         raise NumericalFault("hidden states are not finite")
     sums: dict[str, tuple[float, ...]] = {}
-    for s in scheduled:
+    for s in (s for s in scheduled if s.request.params.embed):
         own_RD, hidden_RD = np.split(hidden_RD, [len(s.summed_positions)])
         if len(own_RD):
             before_1D = np.array(s.request.hidden_sum or np.zeros(own_RD.shape[1]), ndmin=2)
