@@ -142,6 +142,19 @@ def test_logprobs_of_a_chat_carry_bytes_and_alternatives(client: openai.OpenAI):
     assert all(token.logprob == token.top_logprobs[0].logprob for token in tokens)
 
 
+def test_embeddings_are_the_same_in_base64_which_the_client_asks_for_by_itself(client: openai.OpenAI):
+    """The client decodes base64 unless told what it wants."""
+    packed = client.embeddings.create(model=MODEL, input=[PROMPT, "x"])
+    numbers = client.embeddings.create(model=MODEL, input=[PROMPT, "x"], encoding_format="float")
+
+    assert [0, 1] == [item.index for item in packed.data]
+    assert [item.embedding for item in packed.data] == [item.embedding for item in numbers.data]
+    assert (17, 17) == (packed.usage.prompt_tokens, packed.usage.total_tokens)
+    with pytest.raises(openai.BadRequestError) as refusal:
+        client.embeddings.create(model=MODEL, input="x", dimensions=3)
+    assert "dimensions" == refusal.value.param
+
+
 def test_models_are_listed_and_retrieved(client: openai.OpenAI):
     assert [MODEL] == [model.id for model in client.models.list()]
     assert MODEL == client.models.retrieve(MODEL).id
