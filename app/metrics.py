@@ -64,6 +64,8 @@ COUNTERS = {
     "vllm:generation_tokens": ("Generated tokens.", "num_generation_tokens"),
 }
 SPECULATION_COUNTERS = {
+    "octavo:spec_decode_draft_passes": ("Passes of the draft model.", "num_draft_passes"),
+    "octavo:spec_decode_draft_seconds": ("Seconds that they took.", "draft_seconds"),
     "vllm:spec_decode_num_drafts": ("Draft proposals, one per request and step.", "num_drafts"),
     "vllm:spec_decode_num_draft_tokens": ("Draft tokens proposed.", "num_draft_tokens"),
     "vllm:spec_decode_num_accepted_tokens": ("Draft tokens accepted, the bonus token excluded.", "num_accepted_tokens"),

@@ -348,6 +348,7 @@ class Engine:
                 # What a stop cut off was not emitted, and the last token is never a draft's merit.
                 [s.request.num_tokens - s.end - 1 for s, _ in drafted],
             )
+            self._gatherer.drafts.on_passes(executed.result.draft_passes)
             self._gatherer.drafts.on_bounds(list(executed.result.sampled.values()))
         for output in outputs:
             output.times = self._gatherer.on_output(self._planned[output.request_id], output, now_s)

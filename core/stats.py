@@ -74,7 +74,8 @@ class EngineStats:
     included and recomputed ones not. `accepted_per_position[i]`: how often draft i was kept. `acceptance_rate`:
     accepted / drafted over the last steps that drafted, 0 before. `mean_accepted` and `mean_accepted_bound`: accepted
     tokens a draft, and what no rule could pass on these drafts, over those of the last steps that had draft laws.
-    `draft_steps`: steps by the reason for their number of drafts; `draft_outlook`: what that was chosen by.
+    `num_draft_passes`, `draft_seconds`: what the draft model ran and took. `draft_steps`: steps by the reason for their
+    number of drafts; `draft_outlook`: what that was chosen by.
     `num_deferred`: of the waiting, those that wait only for a block that somebody is computing.
     """
 
@@ -102,6 +103,8 @@ class EngineStats:
     prefix_cache_queries: int = 0
     prefix_cache_hits: int = 0
     finished: Mapping[str, int] = field(default_factory=dict)
+    num_draft_passes: int = 0
+    draft_seconds: float = 0.0
     num_drafts: int = 0
     num_draft_tokens: int = 0
     num_accepted_tokens: int = 0

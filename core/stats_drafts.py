@@ -19,6 +19,7 @@ class DraftGatherer:
     """Counts drafts. `num_positions`: most of a request and step, so many positions are there from the start."""
 
     def __init__(self, num_positions: int) -> None:
+        self._num_passes, self._draft_s = 0, 0.0
         self._num_drafts = self._num_draft_tokens = self._num_accepted_tokens = 0
         self._accepted_per_position = [0] * num_positions
         self._steps: Counter[str] = Counter(dict.fromkeys(DRAFT_REASONS, 0))
@@ -44,6 +45,11 @@ class DraftGatherer:
         if num_drafted:
             self._window.append((sum(num_drafted), sum(num_accepted)))
 
+    def on_passes(self, passes: Sequence[tuple[int, float]]) -> None:
+        """The draft model ran: rows and seconds of each pass."""
+        self._num_passes += len(passes)
+        self._draft_s += sum(seconds for _, seconds in passes)
+
     def on_bounds(self, sampled: Sequence[SampledTokens]) -> None:
         """The same step, as the rule saw it: those whose drafts were drawn from laws have a bound."""
         bounded = [(s.num_accepted_tokens, s.acceptance_bound) for s in sampled if s.acceptance_bound is not None]
@@ -55,6 +61,8 @@ class DraftGatherer:
         drafted, accepted = (sum(step[i] for step in self._window) for i in range(2))
         num, of_those, bound = (sum(step[i] for step in self._bounds) for i in range(3))
         return {
+            "num_draft_passes": self._num_passes,
+            "draft_seconds": self._draft_s,
             "num_drafts": self._num_drafts,
             "num_draft_tokens": self._num_draft_tokens,
             "num_accepted_tokens": self._num_accepted_tokens,
