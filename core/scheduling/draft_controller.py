@@ -63,6 +63,7 @@ class AdaptiveDrafts:
 
     def __init__(self, num_positions: int, *, uses_draft_model: bool, max_requests: int | None = None) -> None:
         self.uses_draft_model = uses_draft_model
+        self.outlook: DraftOutlook | None = DraftOutlook()
         self._num_positions = num_positions
         self._max_requests = max_requests or math.inf
         self._target, self._draft = CostCurve(), CostCurve()
@@ -73,7 +74,6 @@ class AdaptiveDrafts:
         self._total_s = self._explored_s = 0.0
         self._num_explored = 0
         self._is_paying = True
-        self._num_requests, self._gain = 1, 1.0
         self._best: Mapping[str, int] = {}  # for those asked about last, and until which step it stands
         self._asked: tuple[object, ...] = ()
         self._good_until = 0
@@ -86,7 +86,6 @@ class AdaptiveDrafts:
             return DraftChoice(follows=False, reason="crowded")
         if not requests:
             return DraftChoice(follows=self._is_paying, reason="nobody")
-        self._num_requests = num_requests
         if not self._target.is_measured:
             return DraftChoice({r.request_id: r.num_drafts_wanted for r in requests}, reason="measuring")
         asked_for = {r.request_id: r.num_drafts_wanted for r in requests if r.num_predicted_tokens}
@@ -109,11 +108,12 @@ class AdaptiveDrafts:
 
     def _best_for(self, requests: Sequence[Request], num_requests: int) -> Mapping[str, int]:
         """The best numbers; the more requests, the longer they stand, for working them out takes as much longer."""
-        asked = (num_requests, *requests)
+        asked = (num_requests, *(request.request_id for request in requests))
         if asked != self._asked or self._step >= self._good_until:
             self._asked, self._good_until = asked, self._step + max(1, len(requests) // 4)
             target_s = self._target.table(num_requests + self._num_positions * len(requests))
-            self._best, self._gain = self._work_out(requests, num_requests, target_s)
+            self._best, gain = self._work_out(requests, num_requests, target_s)
+            self.outlook = self._looked_at(num_requests, gain)
         return self._best
 
     def _work_out(
@@ -237,19 +237,13 @@ class AdaptiveDrafts:
             record.acceptance.observe(num_drafted, num_accepted)
         record.step = self._step
 
-    @property
-    def outlook(self) -> DraftOutlook:
-        """What the controller goes by at present."""
-        num = self._num_requests
-        table = self._target.table(num * (self._num_positions + 1))
-        base = table[num]
-        if not base:
-            return DraftOutlook()
-        costs = {
-            k: table[num * (k + 1)] / base for k in range(1, self._num_positions + 1) if self._target.has(num * (k + 1))
-        }
-        draft_cost = self._draft.table(num)[num] / base if self.uses_draft_model else 0.0
-        return DraftOutlook(draft_cost, costs, self._gain)
+    def _looked_at(self, num_requests: int, gain: float) -> DraftOutlook:
+        """What was gone by."""
+        table = self._target.table(num_requests * (self._num_positions + 1))
+        base, numbers = table[num_requests], range(1, self._num_positions + 1)
+        costs = {k: table[rows] / base for k in numbers if self._target.has(rows := num_requests * (k + 1))}
+        draft_cost = self._draft.table(num_requests)[num_requests] / base if self.uses_draft_model else 0.0
+        return DraftOutlook(draft_cost, costs, gain)
 
 
 def draft_policy(config: SpeculativeConfig | None) -> DraftPolicy:

@@ -283,6 +283,7 @@ def test_the_outlook_says_what_it_goes_by():
     """c = 0.2; 16 rows cost as 1; 0.8 kept."""
     bench = Bench([0.8], draft_cost=0.2, cost=tiled).run(2000)
     outlook = bench.policy.outlook
+    assert outlook is not None
     assert outlook.draft_cost == pytest.approx(0.2, abs=0.01)
     assert outlook.verification_costs[4] == pytest.approx(1.0, abs=0.01)
     assert outlook.expected_gain == pytest.approx(speed_up(0.8, 4, 0.2), rel=0.08)
