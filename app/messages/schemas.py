@@ -33,7 +33,9 @@ class OutputConfig(StrictModel):
     format: dict[str, Any] | None = None
 
 
-class CountTokensRequest(GenerationRequest):
+class CountTokensRequest(StrictModel):
+    """A conversation, which is all that decides how long its prompt is."""
+
     unsupported_fields: ClassVar[Mapping[str, tuple[Any, ...]]] = {
         **UNSUPPORTED,
         "container": (),
@@ -43,6 +45,7 @@ class CountTokensRequest(GenerationRequest):
         "thinking": ({"type": "disabled"},),
     }
 
+    model: str | None = None
     messages: Annotated[list[Message], Field(min_length=1)]
     system: Content | None = None
     tools: Annotated[list[CustomTool], Field(max_length=MAX_TOOLS)] | None = None
@@ -50,7 +53,7 @@ class CountTokensRequest(GenerationRequest):
     output_config: OutputConfig | None = None
 
 
-class MessagesRequest(CountTokensRequest):
+class MessagesRequest(CountTokensRequest, GenerationRequest):
     max_tokens: int  # required, as clients know
     stop_sequences: list[str] | None = None
 

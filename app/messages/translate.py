@@ -17,20 +17,25 @@ _LEFT_OUT = {"thinking", "redacted_thinking"}  # other servers' models', given b
 
 def to_chat(body: CountTokensRequest) -> ChatRequest:
     """Raises InvalidRequest, ApiError or RequestValidationError, in the words of the body."""
-    if body.n not in (None, 1):
-        raise InvalidRequest(f"n is {body.n}, a message has one answer", "n")
     choice = body.tool_choice or MessagesToolChoice(type="auto")
     given = {
-        "stop": body.stop_sequences if isinstance(body, MessagesRequest) else None,
         "tools": _tools(body.tools or ()) or None,
         "tool_choice": _tool_choice(choice) if body.tool_choice else None,
         "parallel_tool_calls": False if choice.disable_parallel_tool_use else None,
         "response_format": _response_format(body),
     }
-    fields = {**extensions(body), **{name: value for name, value in given.items() if value is not None}}
+    fields = {name: value for name, value in given.items() if value is not None}
+    if isinstance(body, MessagesRequest):
+        fields = {**_generation(body), **fields}
     if body.messages[-1].role == "assistant":  # the answer goes on from there
         fields |= {"add_generation_prompt": False, "continue_final_message": True}
     return chat_request({**fields, "messages": messages(body)}, NAMES)
+
+
+def _generation(body: MessagesRequest) -> dict[str, Any]:
+    if body.n not in (None, 1):
+        raise InvalidRequest(f"n is {body.n}, a message has one answer", "n")
+    return {**extensions(body), **({"stop": body.stop_sequences} if body.stop_sequences is not None else {})}
 
 
 def messages(body: CountTokensRequest) -> list[dict[str, Any]]:
