@@ -9,12 +9,10 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import instructor
 import litellm
 import pytest
 from langchain_core.messages import HumanMessage
 from langchain_openai import ChatOpenAI
-from openai import OpenAI
 from pydantic import BaseModel, ConfigDict, Field
 from pydantic_ai import Agent
 from pydantic_ai.models.openai import OpenAIChatModel
@@ -108,20 +106,11 @@ def test_llm_prompts_from_the_command_line(v1: str, tmp_path: Path, options: tup
     assert done.stdout.strip()
 
 
-@pytest.mark.parametrize("mode", [instructor.Mode.TOOLS])
-def test_instructor_fills_a_model(v1: str, mode: instructor.Mode):
-    """Nothing is scripted: what the tiny model says is held to the schema, and comes to its end without blanks."""
-    client = instructor.from_openai(OpenAI(base_url=v1, api_key="none", max_retries=0), mode=mode)
-    city = client.chat.completions.create(
-        model=MODEL, messages=HI, response_model=City, max_retries=0, logit_bias=NO_BLANKS, max_tokens=400
-    )
-
-    assert 0 <= city.size <= 9
-    assert len(city.name) <= 8
-
-
 def test_pydantic_ai_fills_a_model(v1: str):
+    """Nothing is scripted: what the tiny model says is held to the schema, and comes to its end without blanks."""
     model = OpenAIChatModel(MODEL, provider=OpenAIProvider(base_url=v1, api_key="none"))
     answer = Agent(model, output_type=City, model_settings={"logit_bias": NO_BLANKS, "max_tokens": 400}).run_sync("Hi")
 
     assert isinstance(answer.output, City)
+    assert 0 <= answer.output.size <= 9
+    assert len(answer.output.name) <= 8
