@@ -247,6 +247,17 @@ def test_a_law_without_any_token_is_the_requests_fault_and_not_token_0(params: d
         process_logits(FULL, asked(**params))
 
 
+@pytest.mark.parametrize(
+    ("output", "forbidden"),
+    [((), [6]), ((3,), [4, 6]), ((0, 3), [4, 6]), ((3, 4), [5, 6]), ((4, 3), [4, 6]), ((0, 3, 4), [5, 6]), ((4,), [6])],
+)
+def test_a_bad_word_is_cut_off_before_its_last_token(output: tuple[int, ...], forbidden: list[int]) -> None:
+    law_V = law(FULL, asked(output, bad_words=((3, 4), (3, 4, 5), (6,))))
+    drafted_V = law(FULL, asked(bad_words=((3, 4), (3, 4, 5), (6,))), output)
+
+    assert forbidden == np.flatnonzero(law_V == 0).tolist() == np.flatnonzero(drafted_V == 0).tolist()
+
+
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize("penalty", [1e-46, 1e-300])
 def test_a_tiny_penalty_gives_a_law(penalty: float, temperature: float) -> None:
