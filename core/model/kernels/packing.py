@@ -1,0 +1,87 @@
+"""Operands of products as the kernels want them: in 32-bit words, the right one cut into panels of columns.
+
+`Packed` is a right operand W (K, N): panel p holds columns [PANEL * p, PANEL * (p + 1)), k by k, so that a tile reads one
+contiguous run. bfloat16 rounds to nearest even. int8 has one scale a column, chosen so that the largest weight is 127;
+the left operand is quantised row by row in groups of `group_size` k, each with a scale of its own, and offset by 128 to
+be unsigned, which `offsets` takes back.
+"""
+
+from typing import Literal, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+PANEL = 32
+Dtype = Literal["float32", "bfloat16", "int8"]
+WORD_DTYPES = {"float32": np.float32, "bfloat16": np.uint32, "int8": np.int32}
+VALUES_A_WORD = {"float32": 1, "bfloat16": 2, "int8": 4}
+_ALIGNMENT = 64
+
+Words = NDArray[np.float32] | NDArray[np.uint32] | NDArray[np.int32]
+
+
+class Packed(NamedTuple):
+    """words (..., P, K / values a word, PANEL); offsets (..., P, groups, PANEL) int32 and scales (..., P, PANEL) float32,
+    both empty but for int8."""
+
+    words: Words
+    offsets: NDArray[np.int32]
+    scales: NDArray[np.float32]
+
+
+def aligned(shape: tuple[int, ...], dtype: type[np.generic]) -> NDArray[np.generic]:
+    """Zeros that begin at a cache line, untouched (the pages come when they are written)."""
+    num_bytes = int(np.prod(shape)) * np.dtype(dtype).itemsize
+    raw = np.zeros(num_bytes + _ALIGNMENT, np.uint8)
+    start = -raw.ctypes.data % _ALIGNMENT
+    return raw[start : start + num_bytes].view(dtype).reshape(shape)
+
+
+def bfloat16_bits(x: NDArray[np.float32]) -> NDArray[np.uint16]:
+    """The upper half of each float32, rounded to nearest even."""
+    bits = np.ascontiguousarray(x, np.float32).view(np.uint32)
+    return ((bits + (0x7FFF + ((bits >> 16) & 1))) >> 16).astype(np.uint16)
+
+
+def group_size(*widths: int) -> int:
+    """How many k share a scale: 64 where all widths allow it, else 32."""
+    return 64 if all(width % 64 == 0 for width in widths) else 32
+
+
+def allocate(dtype: Dtype, lead: tuple[int, ...], num_in: int, num_out: int, group: int) -> Packed:
+    """Room for right operands (num_in, num_out), columns rounded up to whole panels, `lead` of them."""
+    panels = -(-num_out // PANEL)
+    words = aligned((*lead, panels, num_in // VALUES_A_WORD[dtype], PANEL), WORD_DTYPES[dtype])
+    is_int8 = dtype == "int8"
+    offsets = np.zeros((*lead, panels, num_in // group if is_int8 else 0, PANEL), np.int32)
+    return Packed(words, offsets, np.ones((*lead, panels, PANEL if is_int8 else 0), np.float32))  # type: ignore[arg-type]
+
+
+def pack_into(packed: Packed, dtype: Dtype, weight_NK: NDArray[np.floating], group: int) -> None:
+    """Write one weight, (out, in) as files have it. Columns past the last are zeros."""
+    num_panels, num_words, _ = packed.words.shape
+    weight_NK = np.asarray(weight_NK, np.float32)
+    if dtype == "int8":
+        weight_NK = _quantise(packed, weight_NK, group)
+    elif dtype == "bfloat16":
+        weight_NK = bfloat16_bits(weight_NK)
+    words_NW = np.ascontiguousarray(weight_NK).view(WORD_DTYPES[dtype])
+    num_whole = len(words_NW) // PANEL
+    whole = words_NW[: num_whole * PANEL].reshape(num_whole, PANEL, num_words)
+    packed.words[:num_whole] = whole.transpose(0, 2, 1)
+    if num_whole < num_panels:
+        rest = words_NW[num_whole * PANEL :]
+        packed.words[num_whole, :, : len(rest)] = rest.T
+
+
+def _quantise(packed: Packed, weight_NK: NDArray[np.float32], group: int) -> NDArray[np.int8]:
+    """int8 weights; their scales and offsets go into `packed`."""
+    scales_N = np.maximum(np.abs(weight_NK).max(axis=1), np.float32(1e-30)) / np.float32(127)
+    quantised_NK = np.rint(weight_NK / scales_N[:, None]).astype(np.int8)
+    sums_NG = quantised_NK.reshape(len(weight_NK), -1, group).sum(axis=2, dtype=np.int32)
+    for n in range(0, len(weight_NK), PANEL):
+        panel = slice(n, n + PANEL)
+        width = len(scales_N[panel])
+        packed.scales[n // PANEL, :width] = scales_N[panel]
+        packed.offsets[n // PANEL, :, :width] = -128 * sums_NG[panel].T
+    return quantised_NK
