@@ -16,7 +16,7 @@ from typing import Annotated, Any, NoReturn
 import typer
 
 from app.settings import ENV_PREFIX, Settings, SettingsError, flag_of, load_settings
-from core import EMBEDDED_MODEL, InvalidRequest, ModelLoadError, kv_memory
+from core import EMBEDDED_MODEL, InvalidRequest, ModelLoadError, kv_memory, numerics
 
 logger = logging.getLogger(__name__)
 cli = typer.Typer(
@@ -127,10 +127,11 @@ def info(settings: Settings) -> None:
         if model != EMBEDDED_MODEL:
             model = str(resolve_model(model, cache_dir=settings.cache_dir))
         config = settings.engine_config(model)
-        memory = kv_memory(config)
+        memory, chosen = kv_memory(config), numerics(config)
     except (ModelLoadError, InvalidRequest) as error:
         _fail(str(error), EXIT_FAILED)
     typer.echo(f"model                  {settings.model}")
+    typer.echo(f"numerics               {chosen}")
     typer.echo(f"KV bytes per token     {memory.bytes_per_token:,}")
     typer.echo(f"KV blocks              {memory.num_blocks:,} of {memory.block_size} tokens")
     typer.echo(f"KV tokens              {memory.num_tokens:,}")

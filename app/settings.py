@@ -128,8 +128,17 @@ class Settings(BaseSettings):
     enable_scripts: bool = Field(default=False, description="Take requests that carry a script. For tests.")
     enable_fault_injection: bool = Field(default=False, description="Take requests that ask for faults. For tests.")
     chat_template: str | None = Field(default=None, description="File of a chat template, or the template itself.")
+    kernels: Literal["auto", "numpy", "numba"] = Field(
+        default="auto", description="What computes: numba where it is installed and the model suits it, or numpy."
+    )
+    dtype: Literal["auto", "float32", "bfloat16", "int8"] = Field(
+        default="auto", description="Of the weights; auto: bfloat16, and float32 for the embedded model and numpy."
+    )
+    kv_cache_dtype: Literal["auto", "float32", "bfloat16"] = Field(
+        default="auto", description="Of the KV cache; auto: float32 beside float32 weights, else bfloat16."
+    )
     num_threads: int | None = Field(
-        default=None, ge=1, description="Threads of the numerics; default: usable cores less one."
+        default=None, ge=1, description="Threads of the numerics; default: usable cores, with numpy less one."
     )
     max_body_bytes: HumanInt = Field(default=16 * 2**20, ge=1, description="Longest request body; beyond it 413.")
     body_timeout: float = Field(default=60.0, gt=0, description="Seconds for a body to come whole; beyond them 408.")
@@ -201,6 +210,9 @@ class Settings(BaseSettings):
             seed=self.seed,
             speculative=self._speculative(),
             enable_scripts=self.enable_scripts,
+            kernels=self.kernels,
+            dtype=self.dtype,
+            kv_cache_dtype=self.kv_cache_dtype,
             num_threads=self.num_threads,
             cache_dir=self.cache_dir,
         )

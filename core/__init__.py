@@ -18,7 +18,7 @@ from core.errors import (
     OctavoError,
     UnknownRequest,
 )
-from core.loading import KVMemory, kv_memory, load_engine
+from core.loading import KVMemory, kv_memory, load_engine, numerics
 from core.memory.block_manager import (
     BlockManager,
     Fragmentation,
@@ -87,6 +87,7 @@ __all__ = [
     "kv_memory",
     "lark_json",
     "load_engine",
+    "numerics",
     "speculative_accept",
     "static_batching_steps",
 ]

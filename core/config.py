@@ -16,6 +16,9 @@ MAX_DEFAULT_KV_BYTES = 2 * 2**30
 MAX_SPECULATIVE_TOKENS = 16
 DEFAULT_MAX_DRAFTING = 8  # requests in a step, where the number of drafts is fixed
 PREEMPTION_MODES = ("recompute", "swap", "auto")
+KERNELS = ("auto", "numpy", "numba")
+DTYPES = ("auto", "float32", "bfloat16", "int8")
+KV_CACHE_DTYPES = ("auto", "float32", "bfloat16")
 DEFAULT_SWAP_BYTES = 2**30
 _CGROUP = Path("/sys/fs/cgroup")
 
@@ -99,8 +102,12 @@ class EngineConfig:
         seed: where the noise of requests without a seed comes from.
         speculative: None for no speculation.
         enable_scripts: accept requests that carry a script.
-        num_threads: threads of the numerics; None for the cores we may use less one, which the service needs: a BLAS
-            thread that waits for a core holds all the others up (a step took 30 times as long).
+        kernels: what computes: `numpy`, `numba`, or `auto` (see `core.model.numerics`).
+        dtype: of the weights: `float32`, `bfloat16`, `int8`, or `auto`.
+        kv_cache_dtype: of the KV cache: `float32`, `bfloat16`, or `auto`.
+        num_threads: threads of the numerics; None for all the cores we may use with the kernels, which wait for no
+            thread, and for one less with NumPy: a BLAS thread that waits for a core holds all the others up (a step
+            took 30 times as long).
         cache_dir: where converted weights are kept for the next start; None to convert every time.
     """
 
@@ -120,6 +127,9 @@ class EngineConfig:
     seed: int = 0
     speculative: SpeculativeConfig | None = None
     enable_scripts: bool = False
+    kernels: str = "auto"
+    dtype: str = "auto"
+    kv_cache_dtype: str = "auto"
     num_threads: int | None = None
     cache_dir: Path | None = None
 

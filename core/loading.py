@@ -27,11 +27,13 @@ from core.errors import InvalidRequest, ModelLoadError
 from core.memory.block_manager import blocks_needed
 from core.model import tiny
 from core.model.config import ModelConfig
-from core.model.kv_cache import KVCache
-from core.model.transformer import Transformer
+from core.model.numerics import Cache, Model, Numerics, make_cache, make_model, resolve
+from core.model.transformer import flat_batch
 from core.model.weights import LoadedWeights, load_model_config, load_model_files
 from core.model_runner import ModelRunner
 from core.tokenizer import ByteTokenizer, Tokenizer, load_tokenizer
+
+SLOW_WARM_UP_S = 3.0
 
 logger = logging.getLogger(__name__)
 
@@ -60,7 +62,24 @@ class KVMemory:
 
 def kv_memory(config: EngineConfig) -> KVMemory:
     """The cut of the KV cache for this config, without loading weights. Raises ModelLoadError, InvalidRequest."""
-    return _kv_memory(config, *_model_configs(config))
+    model, draft = _model_configs(config)
+    return _kv_memory(config, model, draft, _numerics(config, model, draft))
+
+
+def numerics(config: EngineConfig) -> Numerics:
+    """What the model will be computed with, without loading it. Raises ModelLoadError, InvalidRequest."""
+    return _numerics(config, *_model_configs(config))
+
+
+def _numerics(config: EngineConfig, model: ModelConfig, draft: ModelConfig | None) -> Numerics:
+    return resolve(
+        config.kernels,
+        config.dtype,
+        config.kv_cache_dtype,
+        [model, draft] if draft else [model],
+        config.block_size,
+        is_embedded=config.model == EMBEDDED_MODEL,
+    )
 
 
 def _model_configs(config: EngineConfig) -> tuple[ModelConfig, ModelConfig | None]:
@@ -69,8 +88,9 @@ def _model_configs(config: EngineConfig) -> tuple[ModelConfig, ModelConfig | Non
     return load_model_config(_model_path(config.model), cache_dir=config.cache_dir), draft
 
 
-def _kv_memory(config: EngineConfig, model: ModelConfig, draft: ModelConfig | None) -> KVMemory:
-    bytes_per_token = model.kv_bytes_per_token() + (draft.kv_bytes_per_token() if draft else 0)
+def _kv_memory(config: EngineConfig, model: ModelConfig, draft: ModelConfig | None, of: Numerics) -> KVMemory:
+    models = [model, draft] if draft else [model]
+    bytes_per_token = sum(each.kv_bytes_per_token(of.kv_bytes) for each in models)
     max_model_len = config.max_model_len or model.max_position_embeddings
     if max_model_len > model.max_position_embeddings:
         raise InvalidRequest(
@@ -127,20 +147,23 @@ def load_engine(config: EngineConfig, *, clock: Callable[[], float] = time.monot
         ModelLoadError: files are missing, damaged, of a kind we do not run, or target and draft do not match.
         InvalidRequest: the config does not suit the model.
     """
-    _limit_threads(config.num_threads or max(1, num_usable_cores() - 1))
     weights = load_model_files(_model_path(config.model), cache_dir=config.cache_dir)
     draft_path = _draft_path(config)
     draft_weights = load_model_files(draft_path, cache_dir=config.cache_dir) if draft_path else None
-    memory = _kv_memory(config, weights.config, draft_weights.config if draft_weights else None)
+    draft_config = draft_weights.config if draft_weights else None
+    chosen = _numerics(config, weights.config, draft_config)
+    memory = _kv_memory(config, weights.config, draft_config, chosen)
     config = replace(
         config,
         num_kv_blocks=memory.num_blocks,
         num_tier_slots=_num_tier_slots(config, memory),
         max_model_len=memory.max_model_len,
+        num_threads=config.num_threads or max(1, num_usable_cores() - (chosen.kernels == "numpy")),
     )
-    model, cache = _model_and_cache(weights, memory, config, "target")
+    _limit_threads(config, chosen)
+    model, cache = _model_and_cache(weights, memory, config, chosen, "target")
     verify = VERIFICATION_RULES[config.speculative.verification if config.speculative else "block"]
-    proposer = PredictionProposer(_proposer(config, weights.config, draft_weights, memory, clock))
+    proposer = PredictionProposer(_proposer(config, weights.config, draft_weights, memory, chosen, clock))
     runner = ModelRunner(model, cache, proposer, verify=verify, clock=clock)
     return Engine(config, weights.config, _tokenizer(config), runner, clock=clock)
 
@@ -150,11 +173,12 @@ def _proposer(
     target: ModelConfig,
     draft_weights: LoadedWeights | None,
     memory: KVMemory,
+    chosen: Numerics,
     clock: Callable[[], float],
 ) -> Proposer | None:
     if draft_weights is not None:
         _check_pair(target, draft_weights.config)
-        return DraftModelProposer(*_model_and_cache(draft_weights, memory, config, "draft"), clock=clock)
+        return DraftModelProposer(*_model_and_cache(draft_weights, memory, config, chosen, "draft"), clock=clock)
     if config.speculative is not None:
         return NgramProposer(config.speculative.prompt_lookup_min, config.speculative.prompt_lookup_max)
     return None
@@ -174,19 +198,36 @@ def _num_tier_slots(config: EngineConfig, memory: KVMemory) -> int:
 
 
 def _model_and_cache(
-    weights: LoadedWeights, memory: KVMemory, config: EngineConfig, name: str
-) -> tuple[Transformer, KVCache]:
+    weights: LoadedWeights, memory: KVMemory, config: EngineConfig, chosen: Numerics, name: str
+) -> tuple[Model, Cache]:
     tensors: Mapping[str, NDArray[np.floating[Any]]] = weights.tensors
-    model = Transformer(weights.config, tensors, memory.max_model_len)
+    model = make_model(
+        chosen,
+        weights.config,
+        tensors,
+        memory.max_model_len,
+        num_threads=config.num_threads or 1,
+        cache_dir=config.cache_dir,
+    )
     tier_file = config.swap_file.with_name(f"{config.swap_file.name}.{name}") if config.swap_file else None
-    cache = KVCache(
+    cache = make_cache(
+        chosen,
         weights.config,
         memory.num_blocks,
         memory.block_size,
         num_tier_slots=config.num_tier_slots,
         tier_file=tier_file,
     )
+    _warm_up(model, cache)
     return model, cache
+
+
+def _warm_up(model: Model, cache: Cache) -> None:
+    """Compile, or load what was compiled, before the first request: one token in a block that nobody owns yet."""
+    started_s = time.monotonic()
+    model.forward(flat_batch([([0], 0, [0])], cache.block_size), cache, np.zeros(1, np.int64))
+    if (seconds := time.monotonic() - started_s) > SLOW_WARM_UP_S:
+        logger.info("kernels compiled in %.0f s; the next start finds them", seconds)
 
 
 def _check_pair(target: ModelConfig, draft: ModelConfig) -> None:
@@ -200,9 +241,10 @@ def _tokenizer(config: EngineConfig) -> Tokenizer:
     return load_tokenizer(Path(config.model), cache_dir=config.cache_dir)
 
 
-def _limit_threads(num_threads: int) -> None:
-    """Never more BLAS threads than cores: two that share a core wait for each other."""
+def _limit_threads(config: EngineConfig, chosen: Numerics) -> None:
+    """Never more threads than cores: two that share a core wait for each other. Beside the kernels BLAS has one."""
     from threadpoolctl import threadpool_limits
 
-    threadpool_limits(limits=num_threads, user_api="blas")
-    logger.info("numerics use %d thread%s", num_threads, "" if num_threads == 1 else "s")
+    num_threads = config.num_threads or 1
+    threadpool_limits(limits=num_threads if chosen.kernels == "numpy" else 1, user_api="blas")
+    logger.info("numerics: %s, %d thread%s", chosen, num_threads, "" if num_threads == 1 else "s")

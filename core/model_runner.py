@@ -21,8 +21,8 @@ from core.decoding.proposers import Draft, Proposal, Proposer
 from core.decoding.sampler import law, sample_keyed, token_logprobs
 from core.decoding.speculative import Verify, acceptance_bounds, verify_blocks
 from core.errors import NumericalFault
-from core.model.kv_cache import KVCache
-from core.model.transformer import Transformer, flat_batch
+from core.model.numerics import Cache, Model
+from core.model.transformer import flat_batch
 from core.request import Request, TokenLogprobs
 from core.step import ModelRunnerOutput, SampledTokens, ScheduledRequest, SchedulerOutput
 
@@ -43,8 +43,8 @@ class ModelRunner:
 
     def __init__(
         self,
-        model: Transformer,
-        cache: KVCache,
+        model: Model,
+        cache: Cache,
         proposer: Proposer | None = None,
         *,
         verify: Verify = verify_blocks,

@@ -59,7 +59,13 @@ HEAVY = {
     "opentelemetry",
 }
 # Modules that only a function imports: they may import heavy packages, as nobody imports them at start.
-LATE = {"core.tokenizer_files", "core.tokenizer_gguf"}
+LATE = {
+    "core.tokenizer_files",
+    "core.tokenizer_gguf",
+    *(f"core.model.kernels.{path.stem}" for path in (ROOT / "core/model/kernels").glob("[a-z]*.py")),
+}
+# The one module of core that starts threads: they run compiled code, without Python's lock.
+WITH_THREADS = {"core.model.kernels.team"}
 # Tests of a whole model or of the whole engine; they belong to no one module.
 OF_THE_WHOLE = {Path("tests/core/model/test_smollm2.py"), Path("tests/core/test_batch_invariance.py")}
 # Written in two halves, so that this file too names none of them.
@@ -162,6 +168,8 @@ def core_directions(module: Module) -> list[str]:
 def core_stays_alone(module: Module) -> list[str]:
     """No event loop, threads, HTTP or pydantic in core, and nothing of app or loadgen."""
     banned = NOT_IN_CORE | {"app", "loadgen", "tests"}
+    if module.name in WITH_THREADS:
+        banned -= {"concurrent"}
     return [f"{module.name}: imports {i.target}" for i in _imports(module) if i.top in banned]
 
 

@@ -12,7 +12,7 @@ from dataclasses import replace
 from weakref import WeakKeyDictionary
 
 from core.decoding.proposers import Draft, Proposal, Proposer, within_grammar
-from core.model.kv_cache import KVCache
+from core.model.numerics import Cache
 from core.request import Request
 from core.step import ScheduledRequest, SchedulerOutput
 
@@ -59,7 +59,7 @@ class PredictionProposer:
         self._texts: WeakKeyDictionary[Request, PredictedText] = WeakKeyDictionary()
 
     @property
-    def caches(self) -> Sequence[KVCache]:
+    def caches(self) -> Sequence[Cache]:
         return self._inner.caches if self._inner else ()
 
     def propose(self, plan: SchedulerOutput) -> Proposal:

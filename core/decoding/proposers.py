@@ -19,8 +19,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from core.decoding.sampler import law, sample_draft, sample_keyed
-from core.model.kv_cache import KVCache
-from core.model.transformer import Transformer, flat_batch
+from core.model.numerics import Cache, Model
+from core.model.transformer import flat_batch
 from core.request import Request
 from core.step import ScheduledRequest, SchedulerOutput
 
@@ -55,7 +55,7 @@ class Proposer(Protocol):
     """Makes drafts for a plan. `caches` are those of its own that follow the target's blocks."""
 
     @property
-    def caches(self) -> Sequence[KVCache]: ...
+    def caches(self) -> Sequence[Cache]: ...
 
     def propose(self, plan: SchedulerOutput) -> Proposal: ...
 
@@ -89,7 +89,7 @@ class NgramIndex:
 class NgramProposer:
     """Proposes by prompt look-up."""
 
-    caches: Sequence[KVCache] = ()
+    caches: Sequence[Cache] = ()
 
     def __init__(self, min_n: int, max_n: int) -> None:
         self._min_n, self._max_n = min_n, max_n
@@ -117,7 +117,7 @@ def within_grammar(request: Request, draft: list[int]) -> list[int]:
 class DraftModelProposer:
     """Proposes with a draft model; `cache` has the target's number of blocks and block size, `clock` gives seconds."""
 
-    def __init__(self, model: Transformer, cache: KVCache, *, clock: Callable[[], float] = time.perf_counter) -> None:
+    def __init__(self, model: Model, cache: Cache, *, clock: Callable[[], float] = time.perf_counter) -> None:
         self._clock = clock
         self.cache = cache
         self.caches = [cache]

@@ -1,0 +1,31 @@
+"""Compiled kernels: one pass over the model as one call without Python's lock, on all the threads there are.
+
+The way of an operand: `packing` lays it out, `simd` has the tiles as vector instructions, `products` and `attention`
+walk over tiles, `step` puts the phases in order, `claims` and `team` share them between threads, `packed_model` and
+`packed_cache` look to the rest of core like `Transformer` and `KVCache`, the reference that tests hold these to.
+docs/kernels.md says why they are built this way and what was measured. Numba is imported only when `load` is called.
+"""
+
+import hashlib
+import logging
+from pathlib import Path
+from types import ModuleType
+
+logger = logging.getLogger(__name__)
+
+
+def load(cache_dir: Path | None) -> ModuleType:
+    """The module `packed_model`, with compiled code kept below `cache_dir`.
+
+    Numba looks at the date of one file only to see whether its kept code is stale; so the code of each state of this
+    package lies in a folder of its own.
+    """
+    import numba
+
+    if cache_dir is not None:
+        sources = b"".join(path.read_bytes() for path in sorted(Path(__file__).parent.glob("*.py")))
+        state = hashlib.sha256(sources + numba.__version__.encode()).hexdigest()[:16]
+        numba.config.CACHE_DIR = str(cache_dir / "kernels" / state)
+    from core.model.kernels import packed_model
+
+    return packed_model

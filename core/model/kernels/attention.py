@@ -20,7 +20,6 @@ QUERY_TILE = 8  # query positions in a unit
 _NO_SCALE = np.float32(1)
 
 
-
 def put_value(slots, layer, block, head, offset, source, source_row, source_col):
     """Write one token's value into its slot. `slots` is the cache's view by single elements."""
     raise NotImplementedError  # compiled code only: the dtype of `slots` chooses
@@ -239,9 +238,7 @@ def attend(sync, phase, rank, sizes, layer, batch, cache, scratch):
     num_units = batch.tiles.shape[0] * sizes.num_kv_heads
     unit = claim(sync, phase)
     while unit < num_units:
-        _attend_tile(
-            unit // sizes.num_kv_heads, unit % sizes.num_kv_heads, rank, sizes, layer, batch, cache, scratch
-        )
+        _attend_tile(unit // sizes.num_kv_heads, unit % sizes.num_kv_heads, rank, sizes, layer, batch, cache, scratch)
         complete(sync, phase)
         unit = claim(sync, phase)
     wait(sync, phase, num_units)

@@ -1,8 +1,9 @@
 """How threads share the work of a step: phases of units that are claimed, not handed out.
 
-Every thread walks through the same phases. In each it claims units by counting up, works, and counts up what is complete;
-the phase is over when all its units are. Nobody waits for a thread, only for units: if the other one is late, or the
-operating system gave its core to somebody else, the units are done without it. A counter lies on a cache line of its own.
+Every thread walks through the same phases. In each it claims units by counting up, works, and counts up what is
+complete; the phase is over when all its units are. Nobody waits for a thread, only for units: if the other one is late,
+or the operating system gave its core to somebody else, the units are done without it. A counter lies on a cache line of
+its own.
 """
 
 import numpy as np
@@ -21,7 +22,7 @@ _yield = types.ExternalFunction("sched_yield", types.int32())
 
 def counters(num_phases: int) -> NDArray[np.int64]:
     """(phases, 2 * 8) int64 zeros: claimed and complete units of each phase; to be zeroed before each step."""
-    return aligned((num_phases, 2 * _LINE_WORDS), np.int64)  # type: ignore[return-value]
+    return aligned((num_phases, 2 * _LINE_WORDS), np.int64)
 
 
 @njit(nogil=True, error_model="numpy")

@@ -1,18 +1,17 @@
 """Operands of products as the kernels want them: in 32-bit words, the right one cut into panels of columns.
 
-`Packed` is a right operand W (K, N): panel p holds columns [PANEL * p, PANEL * (p + 1)), k by k, so that a tile reads one
-contiguous run. bfloat16 rounds to nearest even. int8 has one scale a column, chosen so that the largest weight is 127;
-the left operand is quantised row by row in groups of `group_size` k, each with a scale of its own, and offset by 128 to
-be unsigned, which `offsets` takes back.
+`Packed` is a right operand W (K, N): panel p holds columns [PANEL * p, PANEL * (p + 1)), k by k, so that a tile reads
+one contiguous run. bfloat16 rounds to nearest even. int8 has one scale a column, chosen so that the largest weight is
+127; the left operand is quantised row by row in groups of `group_size` k, each with a scale of its own, and offset by
+128 to be unsigned, which `offsets` takes back.
 """
 
-from typing import Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 PANEL = 32
-Dtype = Literal["float32", "bfloat16", "int8"]
 WORD_DTYPES = {"float32": np.float32, "bfloat16": np.uint32, "int8": np.int32}
 VALUES_A_WORD = {"float32": 1, "bfloat16": 2, "int8": 4}
 _ALIGNMENT = 64
@@ -21,15 +20,15 @@ Words = NDArray[np.float32] | NDArray[np.uint32] | NDArray[np.int32]
 
 
 class Packed(NamedTuple):
-    """words (..., P, K / values a word, PANEL); offsets (..., P, groups, PANEL) int32 and scales (..., P, PANEL) float32,
-    both empty but for int8."""
+    """words (..., P, K / values a word, PANEL); for int8 offsets (..., P, groups, PANEL) int32 and scales
+    (..., P, PANEL) float32, else both empty."""
 
     words: Words
     offsets: NDArray[np.int32]
     scales: NDArray[np.float32]
 
 
-def aligned(shape: tuple[int, ...], dtype: type[np.generic]) -> NDArray[np.generic]:
+def aligned(shape: tuple[int, ...], dtype: Any) -> NDArray[Any]:
     """Zeros that begin at a cache line, untouched (the pages come when they are written)."""
     num_bytes = int(np.prod(shape)) * np.dtype(dtype).itemsize
     raw = np.zeros(num_bytes + _ALIGNMENT, np.uint8)
@@ -48,24 +47,24 @@ def group_size(*widths: int) -> int:
     return 64 if all(width % 64 == 0 for width in widths) else 32
 
 
-def allocate(dtype: Dtype, lead: tuple[int, ...], num_in: int, num_out: int, group: int) -> Packed:
+def allocate(dtype: str, lead: tuple[int, ...], num_in: int, num_out: int, group: int) -> Packed:
     """Room for right operands (num_in, num_out), columns rounded up to whole panels, `lead` of them."""
     panels = -(-num_out // PANEL)
     words = aligned((*lead, panels, num_in // VALUES_A_WORD[dtype], PANEL), WORD_DTYPES[dtype])
     is_int8 = dtype == "int8"
     offsets = np.zeros((*lead, panels, num_in // group if is_int8 else 0, PANEL), np.int32)
-    return Packed(words, offsets, np.ones((*lead, panels, PANEL if is_int8 else 0), np.float32))  # type: ignore[arg-type]
+    return Packed(words, offsets, np.ones((*lead, panels, PANEL if is_int8 else 0), np.float32))
 
 
-def pack_into(packed: Packed, dtype: Dtype, weight_NK: NDArray[np.floating], group: int) -> None:
+def pack_into(packed: Packed, dtype: str, weight_NK: NDArray[np.floating], group: int) -> None:
     """Write one weight, (out, in) as files have it. Columns past the last are zeros."""
     num_panels, num_words, _ = packed.words.shape
-    weight_NK = np.asarray(weight_NK, np.float32)
+    values_NK: NDArray[Any] = np.asarray(weight_NK, np.float32)
     if dtype == "int8":
-        weight_NK = _quantise(packed, weight_NK, group)
+        values_NK = _quantise(packed, values_NK, group)
     elif dtype == "bfloat16":
-        weight_NK = bfloat16_bits(weight_NK)
-    words_NW = np.ascontiguousarray(weight_NK).view(WORD_DTYPES[dtype])
+        values_NK = bfloat16_bits(values_NK)
+    words_NW = np.ascontiguousarray(values_NK).view(WORD_DTYPES[dtype])
     num_whole = len(words_NW) // PANEL
     whole = words_NW[: num_whole * PANEL].reshape(num_whole, PANEL, num_words)
     packed.words[:num_whole] = whole.transpose(0, 2, 1)

@@ -1,6 +1,5 @@
 """x @ W over packed operands, shared between threads by blocks of rows and runs of panels."""
 
-import numpy as np
 from numba import literally, njit, types
 from numba.extending import overload
 
@@ -121,8 +120,18 @@ def multiply(sync, phase, w, layer, x, x_scales, num_rows, group, out, is_adding
         first = unit // blocks * width
         for panel in range(first, min(num_panels, first + width)):
             multiply_panel(
-                w, layer, panel, x, x_scales, row, min(ROW_BLOCK, num_rows - row), group, out, row, panel * PANEL,
-                is_adding
+                w,
+                layer,
+                panel,
+                x,
+                x_scales,
+                row,
+                min(ROW_BLOCK, num_rows - row),
+                group,
+                out,
+                row,
+                panel * PANEL,
+                is_adding,
             )
         complete(sync, phase)
         unit = claim(sync, phase)

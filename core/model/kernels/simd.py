@@ -2,8 +2,8 @@
 
 A product is computed in tiles of rows by 16-wide columns that stay in registers while k runs; every element adds its
 terms in one fixed order, whatever the tile's height, so a row's bits do not depend on its neighbours. The right operand
-lies in *panels*: for each step of k one contiguous run of columns. What a 32-bit word of an operand holds is told by the
-array's dtype:
+lies in *panels*: for each step of k one contiguous run of columns. What a 32-bit word of an operand holds is told by
+the array's dtype:
 
     float32   one float32, one k a step
     uint32    two bfloat16, two k a step; with AVX512_BF16 one instruction, elsewhere two shifts and two multiply-adds
@@ -31,7 +31,7 @@ _FLOATS, _INTS = ir.VectorType(_FLOAT, LANES), ir.VectorType(_INT, LANES)
 _BYTES = ir.VectorType(ir.IntType(8), 4 * LANES)
 
 
-class _BFloat16(ir.Type):  # type: ignore[misc]
+class _BFloat16(ir.Type):
     """LLVM's bfloat, which llvmlite does not name."""
 
     def _to_string(self) -> str:
@@ -76,7 +76,7 @@ def _step_bfloat16(builder: Any, total: Any, x: Any, w: Any) -> Any:
         return _call(builder, "llvm.x86.avx512bf16.dpbf16ps.512", _FLOATS, total, *pairs)
     low = [builder.bitcast(builder.shl(v, _constant(16)), _FLOATS) for v in (x, w)]
     high = [builder.bitcast(builder.and_(v, _constant(0xFFFF0000)), _FLOATS) for v in (x, w)]
-    return _fma(builder, *high, _fma(builder, *low, total))
+    return _fma(builder, high[0], high[1], _fma(builder, low[0], low[1], total))
 
 
 def _step_int8(builder: Any, total: Any, x: Any, w: Any) -> Any:
@@ -125,9 +125,7 @@ class _Tile:
         """A pointer to the first vector of each row."""
         b = self.builder
         stride = b.mul(row_stride, ir.Constant(_LONG, WORD_BYTES))
-        return [
-            _pointer(b, b.add(address, b.mul(stride, ir.Constant(_LONG, row))), vector) for row in range(self.rows)
-        ]
+        return [_pointer(b, b.add(address, b.mul(stride, ir.Constant(_LONG, row))), vector) for row in range(self.rows)]
 
     def loop(self, x: Any, x_stride: Any, w: Any, w_step: Any, num_steps: Any, totals: list[list[Any]]) -> list[Any]:
         """totals[r][c] + sum over k of x[r, k] * w[k, c], as a list of rows."""
@@ -170,12 +168,11 @@ class _Tile:
             for pointer, result in zip(pointers, row, strict=True):
                 self.builder.store(result, pointer).align = WORD_BYTES
 
-
     def loads(self, address: Any, stride: Any, vector: ir.VectorType) -> list[list[Any]]:
         return [[_load(self.builder, p) for p in row] for row in self.each(address, stride, vector)]
 
 
-@intrinsic(prefer_literal=True)  # type: ignore[misc]
+@intrinsic(prefer_literal=True)
 def tile(
     typing: Any,
     like: Any,
@@ -212,7 +209,7 @@ def tile(
     return types.void(like, rows, cols, add, *[types.int64] * 7), emit
 
 
-@intrinsic(prefer_literal=True)  # type: ignore[misc]
+@intrinsic(prefer_literal=True)
 def tile_int8(
     typing: Any,
     rows: Any,
@@ -231,7 +228,7 @@ def tile_int8(
     out: Any,
     out_stride: Any,
 ) -> Any:
-    """out[r, c] (+)= w_scale[c] * sum over groups g of x_scale[r, g] * (offset[g, c] + sum over k in g of x[r, k] * w[k, c]).
+    """out[r, c] (+)= w_scale[c] * sum over groups g of x_scale[r, g] * (offset[g, c] + sum over k of x[r, k] w[k, c]).
 
     Integers are exact within a group of k; groups are added in float32. `offsets` (groups, columns) int32 takes away
     what the left operand's being unsigned has added; its rows and w's have the same stride, `w_step`.
@@ -239,7 +236,9 @@ def tile_int8(
     num_rows, num_cols, is_adding = rows.literal_value, cols.literal_value, add.literal_value
 
     def emit(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        x, x_stride, x_scales, scales_stride, w, w_step, offsets, w_scales, num_groups, steps, out, out_stride = args[3:]
+        x, x_stride, x_scales, scales_stride, w, w_step, offsets, w_scales, num_groups, steps, out, out_stride = args[
+            3:
+        ]
         b = builder
         emitter = _Tile(b, types.int32, num_rows, num_cols)
         scale_rows = emitter.starts(x_scales, scales_stride, _FLOAT)
@@ -293,7 +292,7 @@ def tile_int8(
     return types.void(rows, cols, add, *[types.int64] * 12), emit
 
 
-@intrinsic  # type: ignore[misc]
+@intrinsic
 def float_from_bits(typing: Any, bits: Any) -> Any:
     """The float32 that has these 32 bits."""
 
@@ -303,7 +302,7 @@ def float_from_bits(typing: Any, bits: Any) -> Any:
     return types.float32(types.int32), emit
 
 
-@intrinsic  # type: ignore[misc]
+@intrinsic
 def bits_from_float(typing: Any, number: Any) -> Any:
     """The 32 bits of a float32."""
 
@@ -348,7 +347,7 @@ def _tree(combine: Any, values: list[Any]) -> Any:
     return values[0]
 
 
-@intrinsic  # type: ignore[misc]
+@intrinsic
 def exp(typing: Any, x: Any) -> Any:
     """e to the x, the same bits as in `soften`."""
 
@@ -358,14 +357,14 @@ def exp(typing: Any, x: Any) -> Any:
     return types.float32(types.float32), emit
 
 
-@intrinsic(prefer_literal=True)  # type: ignore[misc]
+@intrinsic(prefer_literal=True)
 def soften(typing: Any, scores: Any, num: Any, top: Any) -> Any:
     """Turn `num` scores (a literal, LANES times a power of 2) into exp(score - new top), new top the largest yet.
 
     Returns new top and the sum of the weights, added in one fixed order.
     """
     num_vectors = num.literal_value // LANES
-    result = types.UniTuple(types.float32, 2)
+    result = types.containers.UniTuple(types.float32, 2)
 
     def emit(context: Any, b: Any, signature: Any, args: Any) -> Any:
         pointers = _vector_pointers(b, args[0], num_vectors)
@@ -384,7 +383,7 @@ def soften(typing: Any, scores: Any, num: Any, top: Any) -> Any:
     return result(types.int64, num, types.float32), emit
 
 
-@intrinsic  # type: ignore[misc]
+@intrinsic
 def swiglu(typing: Any, out: Any, gate: Any, up: Any) -> Any:
     """silu(gate) * up for the LANES float32 at each address."""
 
@@ -398,7 +397,7 @@ def swiglu(typing: Any, out: Any, gate: Any, up: Any) -> Any:
     return types.void(*[types.int64] * 3), emit
 
 
-@intrinsic  # type: ignore[misc]
+@intrinsic
 def rotate(typing: Any, out: Any, x: Any, half_bytes: Any, cos: Any, sin: Any, scale: Any) -> Any:
     """Turn LANES elements of a head's first half with those of its second, `half_bytes` further on, times `scale`."""
 
@@ -418,7 +417,7 @@ def rotate(typing: Any, out: Any, x: Any, half_bytes: Any, cos: Any, sin: Any, s
     return types.void(*[types.int64] * 5, types.float32), emit
 
 
-@intrinsic  # type: ignore[misc]
+@intrinsic
 def store_bfloat16(typing: Any, target: Any, source: Any) -> Any:
     """Round the LANES float32 at `source` to bfloat16, nearest even, and store them at `target`."""
 
@@ -431,7 +430,7 @@ def store_bfloat16(typing: Any, target: Any, source: Any) -> Any:
     return types.void(types.int64, types.int64), emit
 
 
-@intrinsic  # type: ignore[misc]
+@intrinsic
 def prefetch(typing: Any, address: Any) -> Any:
     """Ask for the cache line at an address, to be read soon."""
 
@@ -444,7 +443,7 @@ def prefetch(typing: Any, address: Any) -> Any:
     return types.void(types.int64), emit
 
 
-@intrinsic  # type: ignore[misc]
+@intrinsic
 def fetch_add(typing: Any, address: Any, amount: Any) -> Any:
     """Add to the int64 at an address as one indivisible act; returns what was there."""
 
@@ -454,7 +453,7 @@ def fetch_add(typing: Any, address: Any, amount: Any) -> Any:
     return types.int64(types.int64, types.int64), emit
 
 
-@intrinsic  # type: ignore[misc]
+@intrinsic
 def load_acquire(typing: Any, address: Any) -> Any:
     """The int64 at an address, and with it all that was written before it."""
 
@@ -464,7 +463,7 @@ def load_acquire(typing: Any, address: Any) -> Any:
     return types.int64(types.int64), emit
 
 
-@intrinsic  # type: ignore[misc]
+@intrinsic
 def pause(typing: Any) -> Any:
     """Tell the core that this loop only waits."""
 
@@ -476,7 +475,7 @@ def pause(typing: Any) -> Any:
     return types.void(), emit
 
 
-@intrinsic  # type: ignore[misc]
+@intrinsic
 def cycle_counter(typing: Any) -> Any:
     """A clock that costs nothing to read; what it counts is the machine's affair."""
 

@@ -1,8 +1,9 @@
 """One forward pass as one compiled call, the same for every thread: phases of units that they claim.
 
-Embedding; then for each layer norm, products for queries, keys and values, rotation and storing, attention, output product, norm,
-gate and up with SwiGLU, down product; then norm and output layer for the wanted rows. The residual stream is float32 whatever
-the weights are. One call a step keeps Python's lock out of it.
+Embedding; then for each layer norm, products for queries, keys and values, rotation and storing, attention, output
+product, norm, gate and up with SwiGLU, down product; then the last norm for the wanted rows. The output layer is a
+call of its own. The residual stream is float32 whatever the weights are. One call keeps Python's
+lock out of a whole pass.
 """
 
 from typing import NamedTuple
@@ -25,7 +26,7 @@ from core.model.kernels.products import (
 from core.model.kernels.simd import LANES, WORD_BYTES, swiglu
 
 PHASES_A_LAYER = 8
-OTHER_PHASES = 3
+OTHER_PHASES = 2
 
 Floats = NDArray[np.float32]
 Ints = NDArray[np.int64]
@@ -71,15 +72,6 @@ class Batch(NamedTuple):
     wanted: Ints
 
 
-class CacheArrays(NamedTuple):
-    """keys (L, B, G, block_size / 16, words of a head, 16), values (L, B, G, block_size / values a word, E) and the
-    values by single elements."""
-
-    keys: Words
-    values: Words
-    value_slots: NDArray[np.float32] | NDArray[np.uint16]
-
-
 class Scratch(NamedTuple):
     """Room for what lies between phases, (T, ...), and for each thread's own work, (ranks * rows, ...)."""
 
@@ -94,7 +86,6 @@ class Scratch(NamedTuple):
     hidden: Words
     hidden_scales: Floats
     final: Floats
-    logits: Floats
     fault: Ints
     no_scales: Floats
     row: Floats
@@ -176,42 +167,69 @@ def _gate_up(sync, phase, rank, sizes, weights, layer, scratch, num_rows):
 
 @njit(nogil=True, error_model="numpy")
 def _finish(sync, phase, rank, sizes, weights, batch, scratch):
-    """The last norm of the wanted rows, as float32 and as an operand."""
-    num_units, width = batch.wanted.shape[0], scratch.stream.shape[1]
+    """The last norm of the wanted rows."""
+    num_units = batch.wanted.shape[0]
     unit = claim(sync, phase)
     while unit < num_units:
         normalise(
             scratch.final, unit, scratch.stream, batch.wanted[unit], weights.norms, 2 * sizes.num_layers, sizes.epsilon
         )
-        pack(scratch.normed, scratch.normed_scales, unit, 0, scratch.final, unit, 0, width, sizes.group)
         complete(sync, phase)
         unit = claim(sync, phase)
     wait(sync, phase, num_units)
 
 
 @njit(nogil=True, error_model="numpy", cache=True)
-def run(rank, sync, sizes, weights, batch, cache, scratch, with_logits):
-    """What one thread does for one pass; `sync` is zero when the first one begins."""
+def hidden_states(rank, sync, sizes, weights, batch, cache, scratch):
+    """What one thread does for one pass up to the last norm; `sync` is zero when the first one begins."""
     num_rows, group = batch.token_ids.shape[0], sizes.group
     _embed(sync, 0, weights, batch, scratch)
     phase = 1
     for layer in range(sizes.num_layers):
         _normalise(sync, phase, rank, sizes, weights, 2 * layer, scratch, num_rows)
-        multiply(sync, phase + 1, weights.qkv, layer, scratch.normed, scratch.normed_scales, num_rows, group, scratch.qkv, 0)
+        multiply(
+            sync, phase + 1, weights.qkv, layer, scratch.normed, scratch.normed_scales, num_rows, group, scratch.qkv, 0
+        )
         rotate_and_store(sync, phase + 2, rank, sizes, layer, batch, cache, scratch)
         attend(sync, phase + 3, rank, sizes, layer, batch, cache, scratch)
         multiply(
-            sync, phase + 4, weights.output, layer, scratch.attended, scratch.attended_scales, num_rows, group, scratch.stream, 1
+            sync,
+            phase + 4,
+            weights.output,
+            layer,
+            scratch.attended,
+            scratch.attended_scales,
+            num_rows,
+            group,
+            scratch.stream,
+            1,
         )
         _normalise(sync, phase + 5, rank, sizes, weights, 2 * layer + 1, scratch, num_rows)
         _gate_up(sync, phase + 6, rank, sizes, weights, layer, scratch, num_rows)
         multiply(
-            sync, phase + 7, weights.down, layer, scratch.hidden, scratch.hidden_scales, num_rows, group, scratch.stream, 1
+            sync,
+            phase + 7,
+            weights.down,
+            layer,
+            scratch.hidden,
+            scratch.hidden_scales,
+            num_rows,
+            group,
+            scratch.stream,
+            1,
         )
         phase += PHASES_A_LAYER
-    num_wanted = batch.wanted.shape[0]
     _finish(sync, phase, rank, sizes, weights, batch, scratch)
-    if with_logits:
-        multiply(
-            sync, phase + 1, weights.head, 0, scratch.normed, scratch.normed_scales, num_wanted, group, scratch.logits, 0
-        )
+
+
+@njit(nogil=True, error_model="numpy", cache=True)
+def logits(rank, sync, weights, group, hidden, words, scales, out):
+    """What one thread does for the output layer: out (R, V) from hidden states (R, D)."""
+    num_rows = hidden.shape[0]
+    unit = claim(sync, 0)
+    while unit < num_rows:
+        pack(words, scales, unit, 0, hidden, unit, 0, hidden.shape[1], group)
+        complete(sync, 0)
+        unit = claim(sync, 0)
+    wait(sync, 0, num_rows)
+    multiply(sync, 1, weights.head, 0, words, scales, num_rows, group, out, 0)
