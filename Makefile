@@ -72,7 +72,7 @@ $(VENV)/.stamp-venv: constraints.txt
 	@touch $@
 
 $(VENV)/.stamp-serve: $(VENV)/.stamp-venv $(PINS)
-	@$(PIP) --editable .
+	@$(PIP) --editable '.[fast]'
 	@touch $@
 
 $(VENV)/.stamp-test: $(VENV)/.stamp-serve

@@ -14,8 +14,10 @@ import pytest
 from numpy.typing import NDArray
 
 from app.chat_template import ChatTemplate
+from app.settings import Settings
 from core import EngineConfig, NewRequest, SamplingParams, load_engine
 from core.model.kv_cache import KVCache
+from core.model.numerics import Numerics, make_cache, make_model
 from core.model.transformer import Transformer, flat_batch
 from core.model.weights import load_model_files
 from core.tokenizer import Tokenizer, load_tokenizer
@@ -101,3 +103,52 @@ def test_engine_gives_the_references_tokens_to_all_prompts_at_once(smollm2_path:
     assert {name: prompt["output_ids"] for name, prompt in PROMPTS.items()} == tokens
     assert {name: tokenizer.decode(ids) for name, ids in tokens.items()} == texts
     assert texts["fact"].startswith(" Paris")
+
+
+def kernels_on(dtype: str, smollm2_path: Path) -> Any:
+    weights = load_model_files(smollm2_path, cache_dir=Settings().cache_dir)
+    numerics = Numerics("numba", dtype, "float32" if dtype == "float32" else "bfloat16")
+    model = make_model(numerics, weights.config, weights.tensors, 512, num_threads=1, cache_dir=Settings().cache_dir)
+
+    def logits(ids: list[int], rows: NDArray[np.int64]) -> NDArray[np.float32]:
+        num_blocks = -(-len(ids) // BLOCK_SIZE)
+        cache = make_cache(numerics, weights.config, num_blocks, BLOCK_SIZE)
+        return model.forward(flat_batch([(ids, 0, list(range(num_blocks)))], BLOCK_SIZE), cache, rows)
+
+    return logits
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8"])
+def test_kernels_say_what_the_reference_says_where_it_is_sure(dtype: str, smollm2_path: Path) -> None:
+    """float32: everywhere. Else: wherever the reference's top two are further apart than the rounding reaches."""
+    sure = {"float32": 0.0, "bfloat16": 0.25, "int8": 0.8}[dtype]
+    logits_of_ids = kernels_on(dtype, smollm2_path)
+    for prompt in PROMPTS.values():
+        ids = prompt["prompt_ids"] + prompt["output_ids"][:-1]
+        logits_RV = logits_of_ids(ids, np.arange(len(prompt["prompt_ids"]) - 1, len(ids)))
+        top = np.array(prompt["top_logits"])
+        is_sure = top[:, 0] - top[:, 1] >= sure
+        assert is_sure.sum() > len(is_sure) / 3
+        expected = np.array(prompt["output_ids"])[is_sure]
+        assert expected.tolist() == logits_RV.argmax(axis=-1)[is_sure].tolist(), prompt["name"]
+
+
+@pytest.mark.parametrize(("dtype", "most"), [("bfloat16", 1.005), ("int8", 1.02)])
+def test_perplexity_of_a_committed_text_hardly_grows(dtype: str, most: float, smollm2_path: Path) -> None:
+    tokenizer = load_tokenizer(smollm2_path)
+    text = (Path(__file__).parents[3] / "docs" / "kv-memory.md").read_text(encoding="utf-8")
+    ids = tokenizer.encode(text)[:1024]
+    windows = [ids[i : i + 256] for i in range(0, len(ids), 256)]
+
+    def perplexity(of: str) -> float:
+        logits_of_ids = kernels_on(of, smollm2_path)
+        losses = []
+        for window in windows:
+            logits_TV = logits_of_ids(window, np.arange(len(window) - 1)).astype(np.float64)
+            top = logits_TV.max(axis=-1)
+            log_total = top + np.log(np.exp(logits_TV - top[:, None]).sum(axis=-1))
+            losses += (log_total - logits_TV[np.arange(len(window) - 1), window[1:]]).tolist()
+        return float(np.exp(np.mean(losses)))
+
+    ratio = perplexity(dtype) / perplexity("float32")
+    assert 1 / most < ratio < most
