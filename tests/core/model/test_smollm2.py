@@ -83,11 +83,21 @@ def test_logits_differ_from_the_references_by_at_most_a_hundredth(name: str, mod
     )
 
 
-def test_engine_gives_the_references_tokens_to_all_prompts_at_once(smollm2_path: Path, tokenizer: Tokenizer) -> None:
+@pytest.mark.parametrize("kernels", ["numpy", "numba"])
+def test_engine_gives_the_references_tokens_to_all_prompts_at_once(
+    kernels: str, smollm2_path: Path, tokenizer: Tokenizer
+) -> None:
     """From text to text, in one batch, on converted weights as they are kept for the next start."""
     cache_dir = smollm2_path.parent
     load_model_files(smollm2_path, cache_dir=cache_dir)
-    config = EngineConfig(model=str(smollm2_path), cache_dir=cache_dir, num_kv_blocks=128, max_model_len=512)
+    config = EngineConfig(
+        model=str(smollm2_path),
+        cache_dir=cache_dir,
+        num_kv_blocks=128,
+        max_model_len=512,
+        kernels=kernels,
+        dtype="float32",
+    )
     engine = load_engine(config)
     params = SamplingParams(max_tokens=32, temperature=0, ignore_eos=True)
     for name, prompt in PROMPTS.items():
