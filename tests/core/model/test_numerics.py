@@ -52,7 +52,7 @@ def test_a_wish_that_cannot_be_fulfilled_says_why(kernels: str, dtype: str, bloc
 
 
 def test_a_width_that_is_no_whole_panel_is_named() -> None:
-    with pytest.raises(InvalidRequest, match="the model.s intermediate_size is 48, a multiple of 32 is needed"):
+    with pytest.raises(InvalidRequest, match="model's intermediate_size is 48, a multiple of 32 is needed"):
         resolve("numba", "auto", "auto", [UNSUITED], 16, is_embedded=False)
 
 
