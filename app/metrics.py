@@ -5,6 +5,7 @@ with each other. HTTP series are counted as each request ends (`app.access`); th
 from clients, so that their number is bounded.
 """
 
+import asyncio
 from collections.abc import Iterator, Mapping
 
 from prometheus_client import (
@@ -170,6 +171,7 @@ class EngineCollector(Collector):
         num_deferred = min(stats.num_deferred, num_waiting)
         by_reason = {"capacity": num_waiting - num_deferred, "deferred": num_deferred}
         yield self._gauge_by("vllm:num_requests_waiting_by_reason", "The same by reason.", "reason", by_reason)
+        yield self._gauge("octavo:event_loop_tasks", "Tasks of the server's event loop.", _num_tasks())
         share = stats.kv_blocks_used / stats.kv_blocks if stats.kv_blocks else 0.0
         yield self._gauge("vllm:kv_cache_usage_perc", "Share of KV blocks in use, 0 to 1.", share)
         slots = _slots_by_state(stats, self._loop.engine.config.block_size)
@@ -271,6 +273,14 @@ def _slots_by_state(stats: EngineStats, block_size: int) -> dict[str, int]:
         "cached": stats.kv_blocks_cached * block_size,
         "free": (stats.kv_blocks_free - stats.kv_blocks_cached) * block_size,
     }
+
+
+def _num_tasks() -> int:
+    """0 where no loop runs, as when the series are registered."""
+    try:
+        return len(asyncio.all_tasks())
+    except RuntimeError:
+        return 0
 
 
 def _cache_config(engine: Engine) -> Metric:
