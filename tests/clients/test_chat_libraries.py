@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import anthropic
 import litellm
 import pytest
 from langchain_core.messages import HumanMessage
@@ -104,6 +105,30 @@ def test_llm_prompts_from_the_command_line(v1: str, tmp_path: Path, options: tup
 
     assert 0 == done.returncode, done.stderr
     assert done.stdout.strip()
+
+
+def test_anthropics_client_messages_and_streams(url: str):
+    client = anthropic.Anthropic(base_url=url, api_key="none", max_retries=0)
+    asked: dict[str, Any] = {"model": MODEL, "max_tokens": 9, "messages": HI, "extra_body": {"script": SCRIPT}}
+    whole = client.messages.create(**asked)
+    with client.messages.stream(**asked) as stream:
+        text = "".join(stream.text_stream)
+        final = stream.get_final_message()
+
+    assert ("Hello, world", "end_turn") == (whole.content[0].text, whole.stop_reason)
+    assert ("Hello, world", whole.usage) == (text, final.usage)
+
+
+def test_anthropics_client_reads_tool_calls(url: str):
+    client = anthropic.Anthropic(base_url=url, api_key="none", max_retries=0)
+    schema = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
+    tools = [{"name": "weather", "description": "The weather.", "input_schema": schema}]
+    answer = client.messages.create(
+        model=MODEL, max_tokens=200, messages=HI, tools=tools, extra_body={"script": list(CALL)}
+    )
+
+    assert "tool_use" == answer.stop_reason
+    assert {"city": "Oslo"} == answer.content[-1].input
 
 
 def test_pydantic_ai_fills_a_model(v1: str):
