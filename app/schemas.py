@@ -96,7 +96,7 @@ class StreamOptions(StrictModel):
 
 
 Script = Annotated[
-    Any,
+    list[Any],
     WithJsonSchema(
         {
             "type": "array",
@@ -156,7 +156,7 @@ class GenerationRequest(StrictModel):
     cache_salt: Annotated[str, Field(min_length=1, max_length=256, pattern=r"^[^\x00-\x1f\x7f]*$")] | None = None
     # ours
     speculative: Speculative | None = None
-    script: Script = None
+    script: Script | None = None
     fault: Faults | None = None
 
 
