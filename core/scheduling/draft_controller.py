@@ -107,10 +107,13 @@ class AdaptiveDrafts:
         return self._explored_s < _EXPLORED_SHARE * self._total_s
 
     def _best_for(self, requests: Sequence[Request], num_requests: int) -> Mapping[str, int]:
-        """The best numbers; the more requests, the longer they stand, for working them out takes as much longer."""
+        """The best numbers; the more requests, the longer they stand, for working them out takes as much longer.
+
+        Not so at the start, where each step teaches much.
+        """
         asked = (num_requests, *(request.request_id for request in requests))
         if asked != self._asked or self._step >= self._good_until:
-            self._asked, self._good_until = asked, self._step + max(1, len(requests) // 4)
+            self._asked, self._good_until = asked, self._step + max(1, min(len(requests) // 4, self._step // 8))
             target_s = self._target.table(num_requests + self._num_positions * len(requests))
             self._best, gain = self._work_out(requests, num_requests, target_s)
             self.outlook = self._looked_at(num_requests, gain)
