@@ -67,7 +67,7 @@ class AdaptiveDrafts:
         self._num_positions = num_positions
         self._max_requests = max_requests or math.inf
         self._target, self._draft = CostCurve(), CostCurve()
-        self._of_all = Acceptance(num_positions, _MEMORY_OF_ALL, **_HOPE)
+        self._of_all = Acceptance(num_positions, 1.0, **_HOPE)
         self._of_one: WeakKeyDictionary[Request, _Record] = WeakKeyDictionary()
         self._drafted_share = 1.0  # of the drafts that were allowed: look-up does not always find something
         self._step = 0
@@ -214,6 +214,8 @@ class AdaptiveDrafts:
         if plan.draft_choice.reason == "exploring" and (num_drafted or result.draft_passes or is_without):
             self._explored_s += seconds if self._num_explored > _FIRST_EXPLORATIONS else 0.0
         self._observe_costs(plan, result, num_drafted, seconds)
+        if num_drafted:  # by steps and not by requests: texts that began together have their ups and downs together
+            self._of_all.fade(_MEMORY_OF_ALL)
         for scheduled in plan.scheduled:
             request = scheduled.request
             if scheduled.num_draft_slots and request.script is None and not request.num_predicted_tokens:

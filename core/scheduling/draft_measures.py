@@ -118,9 +118,11 @@ class Acceptance:
             self._kept[i] = self._kept[i] * self._memory + (i < num_accepted)
 
     def fade(self, factor: float) -> None:
-        """Time has passed: all that was seen counts less."""
-        self._kept = [kept * factor for kept in self._kept]
-        self._tried = [tried * factor for tried in self._tried]
+        """Time has passed: all that was seen counts less, though what is known of a position is never lost."""
+        for i, tried in enumerate(self._tried):
+            if tried > _MIN_WEIGHT:
+                self._kept[i] *= factor
+                self._tried[i] = tried * factor
 
     @property
     def rates(self) -> list[float]:

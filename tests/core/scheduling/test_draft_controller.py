@@ -196,6 +196,15 @@ def test_a_new_request_is_judged_by_what_others_have_shown():
     assert {0} == set(bench.chosen[-1].values()) or bench.reasons[-1] == "exploring"
 
 
+def test_ups_and_downs_that_all_have_together_do_not_hide_what_is_usual():
+    """Many requests that began together: sixteen steps in which nearly all is kept, sixteen in which little is."""
+    bench = Bench([0.5] * 32, draft_cost=0.1)
+    for turn in range(20):
+        bench.chances = [0.98 if turn % 2 else 0.6] * 32
+        bench.run(16)
+        assert turn < 10 or 0.7 < bench.policy._of_all.rates[0] < 0.88
+
+
 def test_one_disturbed_step_changes_nothing():
     bench = Bench([0.7], draft_cost=0.2).run(1000)
     bench.disturbance = 50.0
