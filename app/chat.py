@@ -11,6 +11,7 @@ from starlette.responses import Response
 from app import sse
 from app.chat_template import ChatTemplate, render_prompt
 from app.drafts import predicted_text
+from app.formats import format_field
 from app.generation import Ask, Job, renamed, sampling_params, stream_options
 from app.logprobs import LogprobsWriter, prompt_logprobs
 from app.parts import Call, CallArguments, CallStart, Part, PartReader, Text, assembled
@@ -88,7 +89,7 @@ async def _ask(service: Service, body: ChatRequest, tools: ToolUse, request: Req
     text = await service.in_tokenizer(prompt_text, service.require_chat_template(), body, tools)
     if tools.tools and params.structured_output is not None:
         try:
-            await service.in_tokenizer(tools.compile, service.engine, params.structured_output)
+            await service.in_compiler(tools.compile, service.engine, params.structured_output)
         except InvalidRequest as error:
             raise renamed(error, _names(body)) from error
     return Ask(
@@ -128,7 +129,7 @@ def _params(body: ChatRequest, tools: ToolUse) -> SamplingParams:
 def _names(body: ChatRequest) -> dict[str, str]:
     """What the engine's fields are called in this body."""
     limit = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
-    return {"prompt": "messages", "max_tokens": limit, "structured_output": "tools"}
+    return {"prompt": "messages", "max_tokens": limit, "structured_output": format_field(body) or "tools"}
 
 
 async def _complete(service: Service, job: Job, writer: "_Writer") -> ChatResponse:

@@ -9,6 +9,7 @@ from starlette.responses import Response
 
 from app import sse
 from app.drafts import predicted_text
+from app.formats import format_field
 from app.generation import (
     Ask,
     Job,
@@ -67,6 +68,7 @@ def _ask(service: Service, body: CompletionRequest, request: Request, arrival_s:
         bad_words=body.bad_words or (),
         max_prompt_tokens=body.truncate_prompt_tokens,
         is_max_tokens_default=body.max_tokens is None,
+        names={"structured_output": format_field(body) or "response_format"},
         cache_salt=service.cache_salt(request, body),
         script=parse_script(body.script, is_enabled=service.settings.enable_scripts),
         prediction=predicted_text(body.prediction),

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from app.engine_loop import family_ids
+from app.formats import structured_output
 from app.prompts import Prompt, PromptItem, encode, encode_bad_words, prompt_items, shortened, with_pieces
 from app.schemas import GenerationRequest, StreamOptions
 from core import (
@@ -130,6 +131,7 @@ def sampling_params(
         logit_bias=_logit_bias(body.logit_bias or {}),
         stop=tuple(stop),
         stop_token_ids=tuple(body.stop_token_ids or ()),
+        structured_output=structured_output(body),
         speculative_tokens=body.speculative.num_speculative_tokens if body.speculative else None,
         **given,
     )
@@ -224,6 +226,8 @@ def _explained(error: InvalidRequest, engine: Engine, where: str) -> InvalidRequ
 def renamed(error: InvalidRequest, names: Mapping[str, str]) -> InvalidRequest:
     """The error in the words of the body. That the prompt is too long stays as it is: clients look for the phrase."""
     message = str(error).replace("max_tokens", names.get("max_tokens", "max_tokens"))
+    if error.param == "structured_output":  # what it calls itself is no field of the body
+        message = f"{names.get(error.param, error.param)}: {message}"
     return type(error)(message, names.get(error.param or "", error.param))
 
 

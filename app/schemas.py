@@ -35,7 +35,6 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "best_of": (1,),
     "functions": (),
     "function_call": ("none", "auto"),
-    "response_format": ({"type": "text"},),
     "audio": (),
     "modalities": (["text"],),
     "web_search_options": (),
@@ -43,12 +42,12 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "documents": ([],),
     "mm_processor_kwargs": ({},),
     # both
-    "structured_outputs": (),
-    "guided_json": (),
-    "guided_regex": (),
-    "guided_choice": (),
-    "guided_grammar": (),
-    "guided_decoding_backend": (),
+    "guided_decoding_backend": ("auto", "guidance"),
+    "guided_whitespace_pattern": (),
+    "structural_tag": (),
+    "whitespace_pattern": (),
+    "disable_any_whitespace": (False,),
+    "disable_additional_properties": (False,),
     "spaces_between_special_tokens": (True,),
     "logits_processors": ([],),
     "priority": (0,),
@@ -58,6 +57,7 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
 # Fields of OpenAI's that ask nothing of an engine: labels, bookkeeping, hints.
 HARMLESS = {
     "cache_control",
+    "disable_fallback",
     "metadata",
     "prompt_cache_key",
     "prompt_cache_retention",
@@ -121,6 +121,30 @@ class Speculative(StrictModel):
     num_speculative_tokens: Annotated[int, Field(ge=0)]
 
 
+class JsonSchemaFormat(StrictModel):
+    """A schema by name. It is enforced whether `strict` or not."""
+
+    name: Annotated[str, Field(pattern=r"^[a-zA-Z0-9_-]{1,64}$")]
+    description: str | None = None
+    schema_: Annotated[dict[str, Any] | bool | None, Field(alias="schema")] = None
+    strict: bool | None = None
+
+
+class ResponseFormat(StrictModel):
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchemaFormat | None = None
+
+
+class StructuredOutputs(StrictModel):
+    """vLLM's way to say what the output must be; one of the fields."""
+
+    json_: Annotated[dict[str, Any] | str | None, Field(alias="json")] = None
+    json_object: Literal[True] | None = None
+    regex: str | None = None
+    choice: list[str] | None = None
+    grammar: str | None = None
+
+
 class GenerationRequest(StrictModel):
     """What completions and chat have in common."""
 
@@ -153,6 +177,12 @@ class GenerationRequest(StrictModel):
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
     request_id: str | None = None
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
+    guided_json: dict[str, Any] | str | None = None
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = None
+    guided_grammar: str | None = None
     cache_salt: Annotated[str, Field(min_length=1, max_length=256, pattern=r"^[^\x00-\x1f\x7f]*$")] | None = None
     # ours
     speculative: Speculative | None = None

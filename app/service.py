@@ -12,7 +12,7 @@ from fastapi import Depends, Request
 
 from app.engine_loop import EngineLoop
 from app.errors import model_not_found
-from app.generation import Ask, Job, build
+from app.generation import Ask, Job, build, renamed
 from app.logs import log_stats
 from app.metrics import Metrics
 from app.run import Run
@@ -49,6 +49,8 @@ class Service:
         self._stats_task: asyncio.Task[None] | None = None
         # Its own thread, for a long text may take longer than many steps.
         self._tokenizing = ThreadPoolExecutor(1, thread_name_prefix="tokenizer")
+        # And one for grammars, of which a bad one takes seconds.
+        self._compiling = ThreadPoolExecutor(1, thread_name_prefix="compiler")
 
     @property
     def model_name(self) -> str:
@@ -73,7 +75,8 @@ class Service:
         await self.loop.stop()
         if self.tracing is not None:
             await asyncio.to_thread(self.tracing.shutdown)
-        self._tokenizing.shutdown(wait=False, cancel_futures=True)
+        for threads in (self._tokenizing, self._compiling):
+            threads.shutdown(wait=False, cancel_futures=True)
 
     def check_model(self, name: str | None) -> str:
         """The name to answer with. A request may leave it out; an unknown one is 404."""
@@ -88,9 +91,19 @@ class Service:
         call = partial(function, *args, **kwargs)
         return await asyncio.get_running_loop().run_in_executor(self._tokenizing, call)
 
+    async def in_compiler(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        """Run what compiles grammars in the compiling thread, so that neither texts nor steps wait for it."""
+        call = partial(function, *args, **kwargs)
+        return await asyncio.get_running_loop().run_in_executor(self._compiling, call)
+
     async def prepare(self, ask: Ask) -> Job:
         """Tokenize and check. Refused at once when nothing is taken any more: no work for what cannot run."""
         self.loop.refuse_if_closed()
+        if ask.params.structured_output is not None:
+            try:
+                await self.in_compiler(self.engine.compile, ask.params.structured_output)
+            except InvalidRequest as error:
+                raise renamed(error, ask.names) from error
         return await self.in_tokenizer(build, self.engine, ask)
 
     def run(self, job: Job) -> Run:

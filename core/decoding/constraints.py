@@ -127,16 +127,26 @@ class GrammarCompiler:
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
         self._idle_trials: list[Trial] = []
-        self.compile = lru_cache(MAX_COMPILED)(self._compile)
+        self._outcome = lru_cache(MAX_COMPILED)(self._compile)
 
-    def _compile(self, wanted: StructuredOutput) -> Grammar:
+    def compile(self, wanted: StructuredOutput) -> Grammar:
         """Raises InvalidRequest for what cannot be honoured, or not within the limits."""
-        lark = lark_of(wanted)
+        outcome = self._outcome(wanted)
+        if isinstance(outcome, str):
+            raise InvalidRequest(outcome, "structured_output")
+        return outcome
+
+    def _compile(self, wanted: StructuredOutput) -> Grammar | str:
+        """The grammar, or why there is none: a refusal is kept too, for whoever is refused may ask again and again."""
+        try:
+            lark = lark_of(wanted)
+        except InvalidRequest as refusal:
+            return str(refusal)
         error = self._try_out(lark)
         if not error:
             template, error = compile_grammar(self._bridge, lark)
         if error:
-            raise _refusal(wanted, "cannot be honoured: " + _readable(error, wanted))
+            return f"{wanted.kind} cannot be honoured: {_readable(error, wanted)}"
         return Grammar(template, sum(1 << token_id for token_id in self._bridge.eos_tokens))
 
     def _try_out(self, lark: str) -> str:

@@ -125,7 +125,6 @@ async def test_logprobs_list_every_token_with_its_bytes():
         ({"messages": [{"content": "x"}]}, "messages"),
         ({"top_logprobs": 2}, "top_logprobs"),
         ({"logprobs": 1}, "logprobs"),
-        ({"response_format": {"type": "json_object"}}, "response_format"),
         ({"modalities": ["text", "audio"]}, "modalities"),
         ({"audio": {"voice": "x"}}, "audio"),
         ({"functions": [{"name": "f"}]}, "functions"),

@@ -378,7 +378,6 @@ async def refused(server: RunningServer, **body: Any) -> tuple[int, str | None]:
         ({"logit_bias": {"3": 101}}, "logit_bias"),
         ({"stream": "yes"}, "stream"),
         ({"stream_options": {"include_usage": True}}, "stream_options"),
-        ({"structured_outputs": {"regex": "a"}}, "structured_outputs"),
     ],
 )
 async def test_what_cannot_be_done_is_refused_by_name(body: dict[str, Any], param: str):

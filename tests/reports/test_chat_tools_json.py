@@ -1,5 +1,6 @@
 """Public reports on chat templates and tool calls: what a conversation's form does to the prompt and to the answer."""
 
+import asyncio
 import json
 from typing import Any
 
@@ -74,3 +75,49 @@ async def test_bc_104_parallel_calls_have_indices_ids_and_arguments_of_their_own
     assert streamed["calls"] == [(call["function"]["name"], call["function"]["arguments"]) for call in whole]
     assert 2 == len({call["id"] for call in whole})
     assert "tool_calls" == streamed["reason"]
+
+
+def _json_schema(schema: dict[str, Any]) -> dict[str, Any]:
+    return {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}}
+
+
+def _alternatives(kind: dict[str, Any]) -> dict[str, Any]:
+    """Alternatives nested 12 deep, by reference."""
+    levels = {
+        f"level{i}": {"oneOf": [{"type": "null"}, {**kind, "items": {"$ref": f"#/$defs/level{i + 1}"}}]}
+        for i in range(12)
+    }
+    return {"$ref": "#/$defs/level0", "$defs": {**levels, "level12": {"type": "string"}}}
+
+
+async def test_bc_108_a_schema_that_takes_too_long_is_refused_while_others_are_served(serve: Serve):
+    """BC-108, vllm-project/vllm#54003, schema compilation without time limit: for minutes nothing else answered."""
+    server = await serve(live=True)
+    endless = _json_schema({"allOf": [{"type": "string", "pattern": f"^(a|b)*{'ab' * i}(a|b)*$"} for i in range(40)]})
+    refusal = asyncio.create_task(server.complete(prompt="p", **endless))
+    streamed = await server.complete(prompt="Once", stream=True)
+    held = await server.complete(prompt="Once", seed=1, max_tokens=2)
+    health = await server.client.get("/health")
+
+    assert not refusal.done()
+    assert [200, 200, 200] == [response.status_code for response in (streamed, held, health)]
+    assert streamed.text.endswith("data: [DONE]\n\n")
+    error = (await refusal).json()["error"]
+    assert (400, "response_format") == ((await refusal).status_code, error["param"])
+    assert "more than 2 s to compile" in error["message"]
+
+
+@pytest.mark.parametrize(
+    ("form", "status"),
+    [
+        (_json_schema(_alternatives({"type": "array"})), 200),
+        (_json_schema(_alternatives({"minLength": 1})), 400),  # not seen to exclude each other
+        ({"structured_outputs": {"regex": "(a+)+$"}}, 200),  # no backtracking, so nothing takes long
+    ],
+    ids=["exclusive", "overlapping", "regex"],
+)
+async def test_bc_108_a_form_is_honoured_or_refused(serve: Serve, form: dict[str, Any], status: int):
+    """BC-108, vllm-project/vllm#54003: the report's own inputs."""
+    server = await serve()
+
+    assert status == (await server.complete(prompt="p", max_tokens=9, **form)).status_code

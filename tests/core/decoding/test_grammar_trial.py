@@ -28,7 +28,7 @@ def test_a_child_answers_again_and_again() -> None:
         (signal.SIGKILL, "exit code -9"),
         (signal.SIGSEGV, "refers too deeply"),
         (signal.SIGABRT, "1,073,741,824 bytes"),
-        (signal.SIGALRM, "3 s"),
+        (signal.SIGPROF, "2 s"),
     ],
 )
 def test_a_dead_child_is_an_answer(number: signal.Signals, told: str) -> None:
