@@ -17,7 +17,7 @@ from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING, Any
 
 from core.decoding.grammar_trial import TokenTable, Trial, compile_grammar, make_bridge
-from core.errors import InvalidRequest, NumericalFault
+from core.errors import InvalidRequest, NothingAllowed
 from core.request import StructuredOutput
 from core.tokenizer import Tokenizer
 
@@ -65,7 +65,7 @@ class Constraint:
         Behind ids that the grammar forbids stands what is allowed in the first forbidden one's place.
 
         Raises:
-            NumericalFault: the parser has reached its limits, or no token can go on.
+            NothingAllowed: the parser has reached its limits, or no token can go on.
         """
         num_same = self._num_read(token_ids)
         if num_same == len(token_ids) and (known := self._masks.get(num_same)) is not None:
@@ -83,7 +83,7 @@ class Constraint:
         """Whether nothing but an end may come behind this output. A fault is told by `allowed`, not here."""
         try:
             return not int.from_bytes(self.allowed(token_ids), "little") & ~self._end_bits
-        except NumericalFault:
+        except NothingAllowed:
             return False
 
     def num_allowed(self, token_ids: Sequence[int], draft: Sequence[int]) -> int:
@@ -118,7 +118,7 @@ class Constraint:
             error = self._matcher.get_error().splitlines()[0]
             self._matcher = self._template.deep_copy()
             self._token_ids, self._masks = [], OrderedDict()
-            raise NumericalFault(f"the grammar cannot be followed any further: {error}")
+            raise NothingAllowed(f"the grammar cannot be followed any further: {error}")
 
 
 class GrammarCompiler:

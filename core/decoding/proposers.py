@@ -137,11 +137,7 @@ class DraftModelProposer:
                 if scheduled.request_id in drafts:
                     _extend(drafts[scheduled.request_id], logits_V, scheduled.request)
             passes.append((num_rows, self._clock() - started_s))
-            unfinished = [
-                s
-                for s, _, _ in runs
-                if s.request_id in drafts and len(drafts[s.request_id].token_ids) < s.num_draft_slots
-            ]
+            unfinished = [s for s, _, _ in runs if s.request_id in drafts and _goes_on(drafts[s.request_id], s)]
             runs = [(s, drafts[s.request_id].token_ids[-1:], computed[s.request_id]) for s in unfinished]
             for scheduled in unfinished:
                 computed[scheduled.request_id] += 1
@@ -151,6 +147,16 @@ class DraftModelProposer:
         batch = flat_batch([(tokens, position, s.block_ids) for s, tokens, position in runs], self.cache.block_size)
         last_rows = np.array([span.row + span.num_tokens - 1 for span in batch.spans])
         return self._model.forward(batch, self.cache, last_rows)
+
+
+def _goes_on(draft: Draft, scheduled: ScheduledRequest) -> bool:
+    """Whether there is a slot left, and something to say."""
+    if len(draft.token_ids) >= scheduled.num_draft_slots:
+        return False
+    request = scheduled.request
+    return request.constraint is None or not request.constraint.is_complete(
+        [*request.output_token_ids, *draft.token_ids]
+    )
 
 
 def _catch_up(scheduled: ScheduledRequest) -> list[int]:

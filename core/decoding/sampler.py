@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from core.decoding.noise import Purpose, gumbel_noise
 from core.errors import NothingAllowed
-from core.request import Constraint, Request, SamplingParams, TokenLogprobs
+from core.request import Request, SamplingParams, TokenLogprobs
 
 LOGPROB_FLOOR = -9999.0  # JSON has no infinity
 _FEW = 1024  # tokens tried first when a nucleus is cut out
@@ -40,10 +40,7 @@ def process_logits(logits_V: Floats, request: Request, extra: Sequence[int] = ()
     if params.logit_bias:
         logits_V = logits_V.copy()
         logits_V[list(params.logit_bias)] += np.fromiter(params.logit_bias.values(), np.float32)
-    logits_V = _forbid(logits_V, request, extra)
-    if request.constraint is not None:
-        logits_V = _constrain(logits_V, request.constraint, [*request.output_token_ids, *extra])
-    logits_V = _put_off_ends(logits_V, request, request.num_output_tokens + len(extra))
+    logits_V = _mask(logits_V, request, extra)
     if not np.isfinite(logits_V.max()):
         raise NothingAllowed("bias, penalties, masks and min_tokens leave no token that may come next")
     if params.is_greedy:
@@ -52,6 +49,42 @@ def process_logits(logits_V: Floats, request: Request, extra: Sequence[int] = ()
         # Largest first, so that a tiny temperature overflows to -inf and never to inf - inf.
         scaled_V = np.asarray((logits_V.astype(np.float64) - logits_V.max()) / params.temperature, np.float64)
     return _keep_most_likely(scaled_V, params)
+
+
+def _mask(logits_V: Floats, request: Request, extra: Sequence[int]) -> Floats:
+    """-inf at what must not come: by the grammar, by name, and at ends that would be too early."""
+    num_output_tokens = request.num_output_tokens + len(extra)
+    if request.constraint is None:
+        return _put_off_ends(_forbid(logits_V, request, extra), request, num_output_tokens)
+    output = [*request.output_token_ids, *extra]
+    held_V = _hold(logits_V, request.constraint.allowed(output))
+    if not request.constraint.is_complete(output):
+        others_V = _put_off_ends(_forbid(held_V, request, extra), request, num_output_tokens)
+        # A stop id may be all that the grammar has to say.
+        return others_V if others_V.max() > -np.inf else _forbid(held_V, request, extra)
+    # The request has ended with its output, so this is never drawn; or it may say nothing at all.
+    return held_V if held_V.max() > -np.inf or not output else logits_V
+
+
+def _hold(logits_V: Floats, allowed: bytes) -> Floats:
+    """-inf where the grammar says no, and for ids beyond the tokenizer's, with which a model's vocabulary is padded."""
+    bits = np.frombuffer(allowed, np.uint8)
+    is_allowed_V = np.unpackbits(bits, count=len(logits_V), bitorder="little").view(np.bool_)
+    return np.where(is_allowed_V, logits_V, -np.inf)
+
+
+def _put_off_ends(logits_V: Floats, request: Request, num_output_tokens: int) -> Floats:
+    """-inf at ends while there are to be more tokens, and at those that would end a grammar but not the request."""
+    params = request.params
+    if num_output_tokens < params.min_tokens:
+        put_off = [*request.eos_token_ids, *params.stop_token_ids]
+    elif params.ignore_eos and request.constraint is not None:
+        put_off = [*request.eos_token_ids]
+    else:
+        return logits_V
+    others_V = logits_V.copy()
+    others_V[put_off] = -np.inf
+    return others_V
 
 
 def _forbid(logits_V: Floats, request: Request, extra: Sequence[int]) -> Floats:
@@ -70,27 +103,6 @@ def _forbid(logits_V: Floats, request: Request, extra: Sequence[int]) -> Floats:
 def _ends_of_words(words: Sequence[Sequence[int]], output: Sequence[int]) -> list[int]:
     """Tokens that would complete one of the words behind this output."""
     return [end for *begin, end in words if list(output[len(output) - len(begin) :]) == begin]
-
-
-def _constrain(logits_V: Floats, constraint: Constraint, output: Sequence[int]) -> Floats:
-    """-inf where the grammar says no, and for ids beyond the tokenizer's, with which a model's vocabulary is padded."""
-    bits = np.frombuffer(constraint.allowed(output), np.uint8)
-    is_allowed_V = np.unpackbits(bits, count=len(logits_V), bitorder="little").view(np.bool_)
-    return np.where(is_allowed_V, logits_V, -np.inf)
-
-
-def _put_off_ends(logits_V: Floats, request: Request, num_output_tokens: int) -> Floats:
-    """-inf at ends that must not come yet; a grammar that has nothing else to say ends all the same."""
-    params, constraint = request.params, request.constraint
-    if num_output_tokens < params.min_tokens:
-        put_off = [*request.eos_token_ids, *params.stop_token_ids]
-    elif params.ignore_eos and constraint is not None:  # behind an end nothing could follow
-        put_off = [*request.eos_token_ids]
-    else:
-        return logits_V
-    others_V = logits_V.copy()
-    others_V[put_off] = -np.inf
-    return others_V if constraint is None or others_V.max() > -np.inf else logits_V
 
 
 def _penalise(logits_V: Floats, request: Request, extra: Sequence[int]) -> Floats:
