@@ -185,59 +185,68 @@ def lark_of(wanted: StructuredOutput) -> str:
     from llguidance import regex_to_lark
 
     value = wanted.value
-    num_bytes = sum(
-        len(part.encode("utf-8", "surrogatepass")) for part in ([value] if isinstance(value, str) else value)
-    )
-    if num_bytes > MAX_GRAMMAR_BYTES:
-        raise _refusal(wanted, f"has {num_bytes} bytes, limit is {MAX_GRAMMAR_BYTES}")
+    _check_text(wanted.kind, value if isinstance(value, str) else "".join(value))
     if wanted.kind == "choice":
         if not value:
-            raise _refusal(wanted, "is an empty list")
+            raise _refusal("choice is an empty list")
         return f"start: {' | '.join(json.dumps(choice, ensure_ascii=False) for choice in value)}"
     assert isinstance(value, str)
     if wanted.kind == "grammar":
         return value
     if wanted.kind == "regex":
         return f"start: /{regex_to_lark(value, '')}/"
-    return f"start: {lark_json({'type': 'object'} if wanted.kind == 'json_object' else _schema(wanted))}"
+    return f"start: {lark_json({'type': 'object'} if wanted.kind == 'json_object' else _schema(value))}"
 
 
 def lark_json(schema: Mapping[str, Any]) -> str:
-    """JSON of a schema as a term of a grammar, in the one form that we let models write."""
+    """JSON of a schema as a term of a grammar, in the one form that we let models write.
+
+    Raises:
+        InvalidRequest: it passes our limits, or asks for what llguidance only seems to honour.
+    """
+    if "draft-03" in str(schema.get("$schema")):
+        raise _refusal("json_schema is of draft 3, which is not supported")
+    _check_part(schema, depth=1)
     return f"%json {json.dumps({**schema, 'x-guidance': _JSON_FORM})}"
 
 
-def _schema(wanted: StructuredOutput) -> dict[str, Any]:
-    """The schema, held to our limits and to what llguidance only seems to honour."""
+def _check_text(kind: str, text: str) -> None:
     try:
-        schema = json.loads(str(wanted.value))
+        num_bytes = len(text.encode())
+    except UnicodeEncodeError as error:
+        raise _refusal(f"{kind} holds half of a surrogate pair, which is no character") from error
+    if num_bytes > MAX_GRAMMAR_BYTES:
+        raise _refusal(f"{kind} has {num_bytes} bytes, limit is {MAX_GRAMMAR_BYTES}")
+
+
+def _schema(text: str) -> dict[str, Any]:
+    try:
+        schema = json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise _refusal(wanted, f"cannot be read: {error}") from error
+        raise _refusal(f"json_schema cannot be read: {error}") from error
     if schema is True:
         return {}
     if not isinstance(schema, dict):
-        raise _refusal(wanted, "must be an object")
-    if "draft-03" in str(schema.get("$schema")):
-        raise _refusal(wanted, "is of draft 3, which is not supported")
-    _check(schema, wanted, depth=1)
+        raise _refusal("json_schema must be an object")
     return schema
 
 
-def _check(schema: Any, wanted: StructuredOutput, *, depth: int) -> None:
+def _check_part(part: Any, *, depth: int) -> None:
+    """A schema, or what is in one."""
     if depth > MAX_SCHEMA_DEPTH:
-        raise _refusal(wanted, f"is nested more than {MAX_SCHEMA_DEPTH} deep")
-    if isinstance(schema, dict):
-        least, required = schema.get("minProperties"), schema.get("required")
+        raise _refusal(f"json_schema is nested more than {MAX_SCHEMA_DEPTH} deep")
+    if isinstance(part, Mapping):
+        least, required = part.get("minProperties"), part.get("required")
         # Keys of a map are not kept apart, so two of them may be one.
         if isinstance(least, int) and least > 1 + (len(required) if isinstance(required, list) else 0):
-            raise _refusal(wanted, f"has minProperties {least}, supported is at most 1 more than is required by name")
-    for key, part in schema.items() if isinstance(schema, dict) else enumerate(schema):
-        if isinstance(part, dict | list) and key not in _DATA_KEYS:
-            _check(part, wanted, depth=depth + 1)
+            raise _refusal(f"json_schema has minProperties {least}, supported is 1 more than are required by name")
+    for key, value in part.items() if isinstance(part, Mapping) else enumerate(part):
+        if isinstance(value, dict | list) and key not in _DATA_KEYS:
+            _check_part(value, depth=depth + 1)
 
 
-def _refusal(wanted: StructuredOutput, why: str) -> InvalidRequest:
-    return InvalidRequest(f"{wanted.kind} {why}", "structured_output")
+def _refusal(message: str) -> InvalidRequest:
+    return InvalidRequest(message, "structured_output")
 
 
 def _readable(error: str, wanted: StructuredOutput) -> str:
