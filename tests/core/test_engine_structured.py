@@ -117,3 +117,13 @@ def test_a_script_says_what_it_says_whatever_is_asked_for() -> None:
     made.add(new_request(max_tokens=9, script=["no"], structured_output=StructuredOutput("choice", ("yes",))))
 
     assert "no" == text_of(run(made)["a"])
+
+
+def test_nobody_drafts_behind_the_end_of_a_grammar() -> None:
+    """There are slots for more."""
+    made = tiny("model")
+    num_before = made.stats.num_draft_tokens
+    made.add(new_request(max_tokens=20, temperature=0.0, structured_output=StructuredOutput("choice", ("yes",))))
+
+    assert "yes" == text_of(run(made)["a"])
+    assert 0 < made.stats.num_draft_tokens - num_before <= 3
