@@ -15,7 +15,7 @@ from pydantic import ValidationError
 from starlette.responses import Response
 
 from app.chat import Chat
-from app.errors import ApiError
+from app.errors import ApiError, unsupported
 from app.generation import renamed
 from app.parts import Part
 from app.run import Run, shown_reason
@@ -26,10 +26,19 @@ from app.tools import ToolUse
 from core import InvalidRequest, RequestOutput
 
 Event = Mapping[str, Any]
+_ONLY_IN_CHAT = ("prompt_logprobs", "return_token_ids", "return_tokens_as_token_ids")
 
 
 def extensions(body: GenerationRequest) -> dict[str, Any]:
-    """The fields that all our requests have in common, as they were sent."""
+    """The fields that all our requests have in common, as they were sent.
+
+    Raises ApiError for those that ask for what only chat's answers have a place for.
+    """
+    for name in _ONLY_IN_CHAT:
+        if getattr(body, name) is not None and getattr(body, name) is not False:  # 0 asks for something
+            raise unsupported(name, "asks for what this API's answers have no place for")
+    if body.stream_options is not None and any(dict(body.stream_options).values()):
+        raise unsupported("stream_options", "has nothing to choose here")
     return body.model_dump(include=set(GenerationRequest.model_fields), exclude_unset=True, by_alias=True)
 
 

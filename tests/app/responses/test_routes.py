@@ -178,6 +178,9 @@ async def test_a_conversation_goes_on_with_the_items_given_back():
         ({"tools": [TOOL], "tool_choice": {"type": "function", "name": "g"}}, "tool_choice"),
         ({"text": {"format": {"type": "grammar"}}}, "text"),
         ({"metadata": {"a": 1}}, "metadata"),
+        ({"prompt_logprobs": 0}, "prompt_logprobs"),
+        ({"return_token_ids": True}, "return_token_ids"),
+        ({"stream_options": {"include_usage": True}}, "stream_options"),
     ],
 )
 async def test_what_cannot_be_is_refused_in_the_words_of_the_body(body: dict[str, Any], param: str):
