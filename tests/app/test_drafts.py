@@ -15,7 +15,8 @@ from tests.app.test_completions import chunks
 
 PROMPT = "Once upon a time"
 MESSAGES = [{"role": "user", "content": "Tell me a story."}]
-OFF, LOOK_UP = "null", json.dumps({"method": "ngram", "num_speculative_tokens": 3})
+OFF, DRAFT_MODEL = "null", json.dumps({"adaptive": False})
+LOOK_UP = json.dumps({"method": "ngram", "num_speculative_tokens": 3})
 
 
 @pytest.fixture(params=[None, LOOK_UP, OFF], ids=["draft model", "look-up", "off"])
@@ -136,6 +137,8 @@ def test_parts_are_joined_with_a_newline_and_others_named_by_their_place():
 
 # vLLM's metrics.speculative_decoding
 
+FIXED: dict[str, Any] = {"speculative_config": DRAFT_MODEL, "num_threads": 1, "num_kv_blocks": 200}
+
 
 def test_metrics_add_up_the_steps():
     """Of the last step's four drafts all were accepted, and a stop string cut it behind its second token."""
@@ -179,7 +182,7 @@ def test_predicted_drafts_that_a_stop_did_not_cut_off_are_in_the_output():
 
 
 async def test_responses_tell_of_their_drafts_what_the_counters_count():
-    fields: dict[str, Any] = {"per_request_spec_decode_metrics": "detailed", "num_threads": 1, "num_kv_blocks": 200}
+    fields: dict[str, Any] = {"per_request_spec_decode_metrics": "detailed", **FIXED}
     async with in_process(load(make_settings(**fields)), **fields) as server:
         body: dict[str, Any] = {"stream": True, "stream_options": {"include_usage": True}}
         whole = (await complete(server))["metrics"]["speculative_decoding"]
@@ -198,7 +201,7 @@ async def test_responses_tell_of_their_drafts_what_the_counters_count():
 
 
 async def test_metrics_of_one_request_are_the_increase_of_the_counters():
-    fields: dict[str, Any] = {"per_request_spec_decode_metrics": "summary", "num_threads": 1, "num_kv_blocks": 200}
+    fields: dict[str, Any] = {"per_request_spec_decode_metrics": "summary", **FIXED}
     async with in_process(load(make_settings(**fields)), **fields) as server:
         told = (await complete(server, stop=["the"]))["metrics"]["speculative_decoding"]
         counted = await server.metrics()

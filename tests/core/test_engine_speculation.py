@@ -31,9 +31,11 @@ REAL_PROMPTS = [
 MAX_TOKENS = 24
 
 
-def speculation(method: str, num_drafts: int) -> SpeculativeConfig:
+def speculation(method: str, num_drafts: int, *, adaptive: bool = False) -> SpeculativeConfig:
     """Whatever the batch."""
-    return SpeculativeConfig(method=method, num_speculative_tokens=num_drafts, disable_by_batch_size=64)
+    return SpeculativeConfig(
+        method=method, num_speculative_tokens=num_drafts, disable_by_batch_size=64, adaptive=adaptive
+    )
 
 
 def engine(speculative: SpeculativeConfig | None, **config: Any) -> Engine:
@@ -71,9 +73,10 @@ def greedy_answers() -> dict[str, Answer]:
     return answers(engine(None, num_kv_blocks=1000), PROMPTS, temperature=0, max_tokens=MAX_TOKENS, stop=("dog", "."))
 
 
+@pytest.mark.parametrize("adaptive", [False, True])
 @pytest.mark.parametrize("method", ["draft_model", "ngram"])
-def test_greedy_answers_to_200_prompts_are_the_same(method: str) -> None:
-    speculating = engine(speculation(method, 4), num_kv_blocks=1000)
+def test_greedy_answers_to_200_prompts_are_the_same(method: str, adaptive: bool) -> None:
+    speculating = engine(speculation(method, 4, adaptive=adaptive), num_kv_blocks=1000)
     found = answers(speculating, PROMPTS, temperature=0, max_tokens=MAX_TOKENS, stop=("dog", "."))
 
     assert 200 == len(greedy_answers())

@@ -39,7 +39,8 @@ Tokens = tuple[int, ...]
 @pytest.fixture(scope="module")
 def serve_rule(logs: Path) -> Callable[..., Any]:
     def start(rule: str, *, module: str = "app") -> Any:
-        config = {"num_speculative_tokens": NUM_DRAFTS, "verification": rule, "disable_by_batch_size": BATCH}
+        config = {"num_speculative_tokens": NUM_DRAFTS, "adaptive": False, "disable_by_batch_size": BATCH}
+        config["verification"] = rule
         flags = {"max-num-seqs": BATCH, "max-num-batched-tokens": 1024, "speculative-config": json.dumps(config)}
         return serving(logs, *(f"--{name}={value}" for name, value in flags.items()), module=module)
 

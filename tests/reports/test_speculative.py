@@ -14,11 +14,11 @@ from tests.reports.answers import WAYS, ask
 from tests.reports.conftest import Serve, scripted
 
 OFF = "null"
-DRAFT_MODEL = json.dumps({"num_speculative_tokens": 8, "disable_by_batch_size": 64})
+DRAFT_MODEL = json.dumps({"num_speculative_tokens": 8, "adaptive": False})
 
 
 def look_up(num_drafts: int) -> str:
-    found = {"prompt_lookup_min": 2, "prompt_lookup_max": 5}
+    found = {"prompt_lookup_min": 2, "prompt_lookup_max": 5, "adaptive": False}
     return json.dumps({"method": "ngram", "num_speculative_tokens": num_drafts, **found})
 
 
