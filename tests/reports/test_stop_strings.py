@@ -5,6 +5,7 @@ whether tokens come one by one or together.
 """
 
 import json
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -213,7 +214,8 @@ async def test_no_stop_null_and_an_empty_list_are_the_same(serve: Serve):
         answers = [await ask(server, way, **body, **stop) for stop in ({}, {"stop": None}, {"stop": []})]
 
         assert answers[0].text
-        assert 1 == len(set(answers))
+        # In how many pieces it is streamed depends on how many drafts paid just then.
+        assert 1 == len({replace(answer, pieces=()) for answer in answers})
 
 
 @pytest.mark.parametrize("stop", ["", [""], ["", "x"], ["x", ""], ["a", "b", "c", "d", "e"], [1], {"a": 1}])
