@@ -24,7 +24,7 @@ from core import Engine, EngineConfig, NewRequest, SamplingParams, load_engine
 from core.request import Request
 
 STREAMS = (1, 2, 4, 8, 16, 32, 64)
-CONTEXTS = (16, 64, 256, 1024, 2048, 4096, 8000)
+CONTEXTS = (16, 64, 256, 1024, 2048, 4096, 7680)
 CONTEXT_BATCHES = (1, 8)
 RUNNING = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 WAITING = (0, 10, 100, 1000, 3000, 10_000)
@@ -78,8 +78,10 @@ def against_context(model: str) -> Panel:
     panel = Panel("A decode step", "tokens of context, each request", "CPU ms")
     for batch in CONTEXT_BATCHES:
         for context in CONTEXTS:
-            engine = engine_of(model, batch, context + NEW_TOKENS)
-            fill(engine, batch, context, NEW_TOKENS)
+            # Whoever is prefilled first decodes until the last one is.
+            new_tokens = NEW_TOKENS + batch * (1 + context // 512)
+            engine = engine_of(model, batch, context + new_tokens)
+            fill(engine, batch, context, new_tokens)
             best = min(_timed(engine.step, time.process_time) for _ in range(16))
             panel.lines.setdefault(f"{batch} request{'s' if batch > 1 else ''}", []).append((context, best * 1e3))
     return panel

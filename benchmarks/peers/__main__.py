@@ -21,8 +21,8 @@ import os
 import signal
 import sys
 import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from benchmarks.peers.client import EngineFailed
@@ -55,7 +55,7 @@ def parse_options(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--repeats", type=int, default=3, help="pairs of runs, each figure")
     parser.add_argument("--no-first-token", action="store_true")
     parser.add_argument("--logs", type=Path, help="where the engines' logs go; default: a temporary folder")
-    parser.add_argument("--lock", type=Path, help="a file to lock (flock) while measuring, on a machine that is shared")
+    parser.add_argument("--lock", type=Path, nargs="*", help="files to lock (flock) while measuring on a shared machine")
     parser.add_argument("--output", type=Path, help="file for the Markdown, beside the terminal")
     options = parser.parse_args(arguments)
     options.ours = options.ours or [""]
@@ -63,13 +63,11 @@ def parse_options(arguments: list[str] | None = None) -> argparse.Namespace:
 
 
 @contextmanager
-def locked(path: Path | None) -> Iterator[None]:
-    """Nobody else who asks for this file's lock measures, or works, meanwhile."""
-    if path is None:
-        yield
-        return
-    with path.open("a") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
+def locked(paths: Sequence[Path] | None) -> Iterator[None]:
+    """Nobody else who asks for these files' locks measures, or works, meanwhile. They are taken in their order."""
+    with ExitStack() as stack:
+        for path in paths or ():
+            fcntl.flock(stack.enter_context(path.open("a")), fcntl.LOCK_EX)
         yield
 
 

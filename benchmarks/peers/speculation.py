@@ -171,7 +171,7 @@ def run_case(
 
 
 @contextmanager
-def running(engine: Engine, lock: Path | None) -> Iterator[None]:
+def running(engine: Engine, lock: Sequence[Path] | None) -> Iterator[None]:
     try:
         engine.start()
         with locked(lock):
@@ -250,7 +250,7 @@ def main() -> int:
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--ours", default="", help="further flags of ours")
     parser.add_argument("--logs", type=Path)
-    parser.add_argument("--lock", type=Path, help="a file to lock (flock) while measuring")
+    parser.add_argument("--lock", type=Path, nargs="*", help="files to lock (flock) while measuring")
     options = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     with tempfile.TemporaryDirectory(prefix="peers-") as temporary:
