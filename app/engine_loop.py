@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from app.errors import ApiError, unavailable
+from app.timers import LazyTimer
 from app.watchdog import patience_s
 from core import DuplicateRequest, Engine, EngineDead, InvalidRequest, NewRequest, RequestOutput
 
@@ -64,25 +65,31 @@ class Stream:
         self._buffer: list[RequestOutput] = []
         self._error: Exception | None = None
         self._ready = asyncio.Event()
+        self._timer = LazyTimer(self._quiet_s, self._ready.set)
 
     def __aiter__(self) -> "Stream":
         return self
 
     async def __anext__(self) -> list[RequestOutput]:
-        if not self._buffer and self._error is None:
+        while not self._buffer and self._error is None:
             if not self.open_ids:
                 raise StopAsyncIteration
-            try:
-                async with asyncio.timeout(max(0.0, self._shown_s + self._idle_s - self._clock())):
-                    await self._ready.wait()
-            except TimeoutError:
-                self.mark_shown()
-                return []
-        self._ready.clear()
+            if self._quiet_s() <= 0:
+                await asyncio.sleep(0)  # whoever reads on and on leaves the others a turn
+                break
+            self._timer.watch()
+            await self._ready.wait()
+            self._ready.clear()
         if self._error is not None:
             raise self._error
+        if not self._buffer:
+            self.mark_shown()
         outputs, self._buffer = self._buffer, []
         return outputs
+
+    def _quiet_s(self) -> float:
+        """Seconds until the client is due a sign of life."""
+        return self._shown_s + self._idle_s - self._clock()
 
     def mark_shown(self) -> None:
         """The client has been sent something just now."""
@@ -107,6 +114,7 @@ class Stream:
 
     def close(self) -> None:
         """Abort what still runs. Calling it again, or after the end, does nothing."""
+        self._timer.stop()
         self._loop.release(self)
 
 

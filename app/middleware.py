@@ -10,7 +10,8 @@ from fastapi import HTTPException
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from app.errors import ApiError, ClientGone
+from app.errors import ApiError
+from app.timers import LazyTimer
 
 logger = logging.getLogger(__name__)
 
@@ -88,18 +89,20 @@ class ReaderLimit:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             return await self._app(scope, receive, send)
-        is_cut = False
+        loop = asyncio.get_running_loop()
+        since_s: float | None = None  # of the send under way
+
+        def left_s() -> float | None:
+            return None if since_s is None else since_s + self._timeout_s - loop.time()
 
         async def send_in_time(message: Message) -> None:
-            nonlocal is_cut
+            nonlocal since_s
+            since_s = loop.time()
+            timer.watch()
             try:
-                async with asyncio.timeout(self._timeout_s):
-                    await send(message)
-            except TimeoutError:
-                is_cut = True
-                logger.warning("connection is cut: its client reads nothing", extra={"path": scope["path"]})
-                cut_connection(scope)
-                raise ClientGone from None
+                await send(message)
+            finally:
+                since_s = None
 
         async def send_watched(message: Message) -> None:
             if len(message.get("body", b"")) > MAX_UNWATCHED_BYTES and not message.get("more_body", False):
@@ -107,13 +110,19 @@ class ReaderLimit:
                 message = {**message, "body": b""}
             await send_in_time(message)
 
+        limit = asyncio.timeout(None)
+        timer = LazyTimer(left_s, lambda: limit.reschedule(loop.time()))
         try:
-            await self._app(scope, receive, send_watched)
-        except Exception:
-            if not is_cut:  # else it tells no more than that
+            async with limit:
+                await self._app(scope, receive, send_watched)
+        except TimeoutError:
+            if not limit.expired():
                 raise
-        # When it is cut: a moment for the transport to tell uvicorn, which would miss the end of the answer.
-        return await asyncio.sleep(0) if is_cut else None
+            logger.warning("connection is cut: its client reads nothing", extra={"path": scope["path"]})
+            cut_connection(scope)
+            await asyncio.sleep(0)  # for the transport to tell uvicorn, which would miss the end of the answer
+        finally:
+            timer.stop()
 
 
 class RequestIdEcho:

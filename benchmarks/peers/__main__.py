@@ -55,7 +55,7 @@ def parse_options(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--repeats", type=int, default=3, help="pairs of runs, each figure")
     parser.add_argument("--no-first-token", action="store_true")
     parser.add_argument("--logs", type=Path, help="where the engines' logs go; default: a temporary folder")
-    parser.add_argument("--lock", type=Path, nargs="*", help="files to lock (flock) while measuring on a shared machine")
+    parser.add_argument("--lock", type=Path, nargs="*", help="files to lock (flock) while measuring")
     parser.add_argument("--output", type=Path, help="file for the Markdown, beside the terminal")
     options = parser.parse_args(arguments)
     options.ours = options.ours or [""]
