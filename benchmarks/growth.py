@@ -38,7 +38,7 @@ class Panel:
     title: str
     x_label: str
     y_label: str
-    is_log: bool = True
+    is_log: bool = False
     lines: dict[str, list[tuple[float, float]]] = field(default_factory=dict)
 
     def rows(self) -> list[tuple[str, str]]:
@@ -64,7 +64,7 @@ def fill(engine: Engine, num_streams: int, prompt_len: int, new_tokens: int) -> 
 
 def against_streams(model: str) -> Panel:
     """Tokens a second of all streams together while all decode."""
-    panel = Panel("Throughput", "streams", "output tokens/s")
+    panel = Panel("Throughput", "streams", "output tokens/s", is_log=True)
     for num_streams in STREAMS:
         engine = engine_of(model, num_streams, PROMPT_LEN + 4 * NEW_TOKENS)
         fill(engine, num_streams, PROMPT_LEN, 4 * NEW_TOKENS)
@@ -96,7 +96,7 @@ def against_running() -> Panel:
 
 def against_waiting() -> Panel:
     """64 run and leave no place, so that the waiting only wait."""
-    panel = Panel("Scheduling: requests that wait", "waiting, behind 64 that run", "CPU us", is_log=False)
+    panel = Panel("Scheduling: requests that wait", "waiting, behind 64 that run", "CPU us")
     for num_waiting in WAITING:
         step, add = _waiting_us(num_waiting)
         panel.lines.setdefault("schedule + update", []).append((num_waiting, step))
@@ -145,6 +145,7 @@ def draw(panels: Sequence[Panel], path: Path) -> None:
         ax.set(title=panel.title, xlabel=panel.x_label, ylabel=panel.y_label)
         if panel.is_log:
             ax.set_xscale("log", base=2)
+            ax.xaxis.set_major_formatter("{x:g}")
         ax.set_ylim(bottom=0)
         ax.grid(visible=True, alpha=0.3)
         ax.legend()

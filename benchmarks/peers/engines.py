@@ -38,17 +38,16 @@ def octavo_server(name: str, model: str, flags: Sequence[str], logs: Path) -> Ht
         *flags,
     ]
     version = f"octavo {importlib.metadata.version('octavo')}, NumPy {importlib.metadata.version('numpy')}"
-    log = logs / f"{re.sub('[^A-Za-z0-9]+', '-', name)}.log"
-    return HttpEngine(name, Command(arguments, CLEAN), log, model=model, versions=version)
+    return HttpEngine(name, Command(arguments, CLEAN), _log(logs, name), model=model, versions=version)
 
 
 def vllm(options: Namespace, logs: Path) -> Iterator[Engine]:
     """vLLM for CPU, on the model as a Hugging Face folder."""
     if options.vllm_python and options.hf_model:
-        yield vllm_server(options, logs, options.hf_model, options.vllm_args.split())
+        yield vllm_server("vLLM for CPU, bf16", options, logs, options.hf_model, options.vllm_args.split())
 
 
-def vllm_server(options: Namespace, logs: Path, model: str, flags: Sequence[str]) -> HttpEngine:
+def vllm_server(name: str, options: Namespace, logs: Path, model: str, flags: Sequence[str]) -> HttpEngine:
     """It would keep one core for its HTTP side, were the threads not bound."""
     env = {
         **CLEAN,
@@ -66,7 +65,7 @@ def vllm_server(options: Namespace, logs: Path, model: str, flags: Sequence[str]
         *flags,
     ]
     versions = _versions_there(options.vllm_python, "vllm", "torch")
-    return HttpEngine("vLLM for CPU, bf16", Command(arguments, env), logs / "vllm.log", model="m", versions=versions)
+    return HttpEngine(name, Command(arguments, env), _log(logs, name), model="m", versions=versions)
 
 
 def llama_server(options: Namespace, logs: Path) -> Iterator[Engine]:
@@ -121,6 +120,10 @@ PEERS: dict[str, Callable[[Namespace, Path], Iterator[Engine]]] = {
     "openvino": openvino,
     "transformers": transformers,
 }
+
+
+def _log(logs: Path, name: str) -> Path:
+    return logs / f"{re.sub('[^A-Za-z0-9]+', '-', name)}.log"
 
 
 def _versions_there(python: str, *packages: str) -> str:

@@ -25,7 +25,7 @@ import tempfile
 import urllib.request
 from argparse import Namespace
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -34,7 +34,7 @@ from benchmarks import load_line
 from benchmarks.peers.__main__ import locked
 from benchmarks.peers.client import EngineFailed, Outcome, Work
 from benchmarks.peers.engines import octavo_server, vllm_server
-from benchmarks.peers.processes import AttachedServer, Engine, HttpEngine
+from benchmarks.peers.processes import AttachedServer, HttpEngine
 from core import ByteTokenizer
 from core.tokenizer import load_tokenizer
 
@@ -160,6 +160,8 @@ def run_case(
     engine: HttpEngine | AttachedServer, works: Sequence[Work], num_positions: int | None, repeats: int
 ) -> Result:
     """Every prompt by itself, one after the other, `repeats` times; the median of the rounds' rates."""
+    for work in works:  # once to warm up; what a server has cached of the prompts, both have
+        engine.run(work)
     before = scrape(engine.url, num_positions) if num_positions else None
     rates = []
     for _ in range(repeats):
@@ -170,45 +172,45 @@ def run_case(
     return Result(engine.name, statistics.median(rates), counters)
 
 
-@contextmanager
-def running(engine: Engine, lock: Sequence[Path] | None) -> Iterator[None]:
-    try:
-        engine.start()
-        with locked(lock):
-            yield
-    finally:
-        engine.stop()
-
-
 def works_of(case: Case, hf: Path) -> list[Work]:
     """Token ids, so that no server cuts the text in its own way."""
     tokenizer = ByteTokenizer() if case.model == "octavo-tiny" else load_tokenizer(hf)
     return [Work([tokenizer.encode(text)], NEW_TOKENS) for text in case.prompts]
 
 
+def servers(case: Case, options: Namespace, logs: Path) -> Iterator[HttpEngine]:
+    """Ours and vLLM's, without drafts and with."""
+    ours = json.dumps({**case.config, "adaptive": False}, separators=(",", ":"))
+    theirs = dict(case.config) | ({"model": options.hf_draft} if case.config["method"] == "draft_model" else {})
+    for name, config in (("Octavo, no drafts", "null"), ("Octavo, drafts", ours)):
+        yield octavo_server(name, case.model, ["--speculative-config", config, *options.ours.split()], logs)
+    if options.vllm_python:
+        hf = getattr(options, case.hf)
+        yield vllm_server("vLLM, no drafts", options, logs, hf, [])
+        flags = ["--speculative-config", json.dumps(theirs, separators=(",", ":"))]
+        yield vllm_server("vLLM, drafts", options, logs, hf, flags)
+
+
 def compare(case: Case, options: Namespace, logs: Path) -> list[Result]:
-    """Both servers, without speculation and with."""
-    hf = Path(getattr(options, case.hf))
-    works = works_of(case, hf)
-    ours = {**case.config, "adaptive": False}
-    theirs = {**case.config, **({"model": options.hf_draft} if case.config["method"] == "draft_model" else {})}
+    """All servers are started first; then each works by itself, the others stopped."""
+    works = works_of(case, Path(getattr(options, case.hf)))
     results = []
-    for config, positions in ((None, None), (ours, case.num_drafts)):
-        flags = ["--speculative-config", json.dumps(config, separators=(",", ":")), *options.ours.split()]
-        name = f"Octavo, {'no drafts' if config is None else 'drafts'}"
-        engine = octavo_server(name, case.model, flags, logs)
-        with running(engine, options.lock):
+    with ExitStack() as stack:
+        engines = list(servers(case, options, logs))
+        for engine in engines:
+            stack.callback(engine.stop)
+            engine.start()
+            engine.pause()
+        stack.enter_context(locked(options.lock))
+        for engine in engines:
+            engine.resume()
+            positions = case.num_drafts if engine.name.endswith(", drafts") else None
             results.append(run_case(engine, works, positions, options.repeats))
-    if options.url:
-        attached = AttachedServer("vLLM, as it runs", options.url)
-        return [*results, run_case(attached, works, case.num_drafts, options.repeats)]
-    for config, positions in ((None, None), (theirs, case.num_drafts)):
-        flags = [] if config is None else ["--speculative-config", json.dumps(config, separators=(",", ":"))]
-        engine = vllm_server(options, logs, str(hf), flags)
-        engine.name = f"vLLM, {'no drafts' if config is None else 'drafts'}"
-        with running(engine, options.lock):
-            results.append(run_case(engine, works, positions, options.repeats))
-        print(f"<!-- {engine.versions}; {engine.command.shown()} -->", flush=True)
+            engine.pause()
+            print(f"- {engine.name}: {engine.versions}; `{engine.command.shown()}`", flush=True)
+        if options.url:
+            attached = AttachedServer("vLLM, as it runs", options.url)
+            results.append(run_case(attached, works, case.num_drafts, options.repeats))
     return results
 
 
