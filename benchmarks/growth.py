@@ -134,7 +134,8 @@ def draw(panels: Sequence[Panel], path: Path) -> None:
     import matplotlib
 
     matplotlib.use("Agg")
-    matplotlib.rcParams["svg.hashsalt"] = "octavo"  # the same file for the same numbers
+    # Letters as letters, and the same file for the same numbers.
+    matplotlib.rcParams.update({"svg.hashsalt": "octavo", "svg.fonttype": "none"})
     from matplotlib import pyplot
 
     num_rows = -(-len(panels) // 2)

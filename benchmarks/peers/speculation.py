@@ -6,7 +6,7 @@
     python -m benchmarks.peers.speculation --vllm-python VENV/bin/python --hf-model build/smollm2 \\
         --hf-tiny build/tiny --hf-draft build/tiny-draft [--url http://host:port] [--cases ...] [--repeats 3]
 
-Three cases: look-up on text that is to be copied and on free text (SmolLM2), and the embedded pair with its draft model
+Two cases: look-up on text that is to be copied and on free text (SmolLM2), and the embedded pair with its draft model
 (greedy, one request after the other, our controller off, so that both draft the same number). Acceptance is scraped:
 `vllm:spec_decode_*` before and after, of whichever server. Beside it stands what the closed form says for the measured
 acceptance of the first draft: (1 - a^(k+1)) / (1 - a) tokens a step, as if every draft were kept with that chance.
@@ -67,13 +67,12 @@ STORIES = (
 
 @dataclass(frozen=True)
 class Case:
-    """A model, its drafter and prompts. `hf` names the option with the folder that vLLM serves."""
+    """A model, its drafter, and prompts by kind of text. `hf` names the option with the folder that vLLM serves."""
 
-    name: str
     model: str
     hf: str
     config: Mapping[str, Any]
-    prompts: Sequence[str]
+    texts: Mapping[str, Sequence[str]]
 
     @property
     def num_drafts(self) -> int:
@@ -81,14 +80,9 @@ class Case:
 
 
 CASES = {
-    "copy": Case("look-up, text to copy", "smollm2", "hf_model", LOOK_UP, COPY),
-    "free": Case("look-up, free text", "smollm2", "hf_model", LOOK_UP, FREE),
+    "lookup": Case("smollm2", "hf_model", LOOK_UP, {"text to copy": COPY, "free text": FREE}),
     "pair": Case(
-        "draft model, stories",
-        "octavo-tiny",
-        "hf_tiny",
-        {"method": "draft_model", "num_speculative_tokens": 3},
-        STORIES,
+        "octavo-tiny", "hf_tiny", {"method": "draft_model", "num_speculative_tokens": 3}, {"stories": STORIES}
     ),
 }
 
@@ -172,10 +166,12 @@ def run_case(
     return Result(engine.name, statistics.median(rates), counters)
 
 
-def works_of(case: Case, hf: Path) -> list[Work]:
+def works_of(case: Case, hf: Path) -> dict[str, list[Work]]:
     """Token ids, so that no server cuts the text in its own way."""
     tokenizer = ByteTokenizer() if case.model == "octavo-tiny" else load_tokenizer(hf)
-    return [Work([tokenizer.encode(text)], NEW_TOKENS) for text in case.prompts]
+    return {
+        name: [Work([tokenizer.encode(text)], NEW_TOKENS) for text in prompts] for name, prompts in case.texts.items()
+    }
 
 
 def servers(case: Case, options: Namespace, logs: Path) -> Iterator[HttpEngine]:
@@ -191,10 +187,10 @@ def servers(case: Case, options: Namespace, logs: Path) -> Iterator[HttpEngine]:
         yield vllm_server("vLLM, drafts", options, logs, hf, flags)
 
 
-def compare(case: Case, options: Namespace, logs: Path) -> list[Result]:
-    """All servers are started first; then each works by itself, the others stopped."""
+def compare(case: Case, options: Namespace, logs: Path) -> dict[str, list[Result]]:
+    """Results by kind of text. All servers are started first; then each works by itself, the others stopped."""
     works = works_of(case, Path(getattr(options, case.hf)))
-    results = []
+    results: dict[str, list[Result]] = {text: [] for text in works}
     with ExitStack() as stack:
         engines = list(servers(case, options, logs))
         for engine in engines:
@@ -205,18 +201,20 @@ def compare(case: Case, options: Namespace, logs: Path) -> list[Result]:
         for engine in engines:
             engine.resume()
             positions = case.num_drafts if engine.name.endswith(", drafts") else None
-            results.append(run_case(engine, works, positions, options.repeats))
+            for text, of_text in works.items():
+                results[text].append(run_case(engine, of_text, positions, options.repeats))
             engine.pause()
             print(f"- {engine.name}: {engine.versions}; `{engine.command.shown()}`", flush=True)
         if options.url:
             attached = AttachedServer("vLLM, as it runs", options.url)
-            results.append(run_case(attached, works, case.num_drafts, options.repeats))
+            for text, of_text in works.items():
+                results[text].append(run_case(attached, of_text, case.num_drafts, options.repeats))
     return results
 
 
-def table(case: Case, results: Sequence[Result]) -> str:
+def table(case: Case, text: str, results: Sequence[Result]) -> str:
     lines = [
-        f"{case.name}: {case.model}, `{json.dumps(dict(case.config))}`",
+        f"{case.model}, {text}, `{json.dumps(dict(case.config))}`",
         "",
         "| server | tokens/s | gain | drafts kept | first draft kept | tokens a drafting step | closed form |",
         "|---|---|---|---|---|---|---|",
@@ -260,9 +258,10 @@ def main() -> int:
         logs.mkdir(parents=True, exist_ok=True)
         for name in options.cases:
             try:
-                print(table(CASES[name], compare(CASES[name], options, logs)), flush=True)
+                for text, results in compare(CASES[name], options, logs).items():
+                    print(table(CASES[name], text, results), flush=True)
             except EngineFailed as error:
-                print(f"{CASES[name].name}: {error}", file=sys.stderr)
+                print(f"{name}: {error}", file=sys.stderr)
     print(": ".join(load_line()))
     return 0
 
