@@ -2,8 +2,8 @@
 
 Workers send what clients send: short and long requests, several samples, chat, tools, schemas, embeddings, what is
 refused, what breaks; streams are read or dropped. At the end of each round they pause; when the server is idle its
-figures are read, so that what is in flight is not taken for what is left. The first minute warms it up; after that the
-figures must be flat.
+figures are read, so that what is in flight is not taken for what is left. The first minute, or sixth of the time, warms
+it up; after that the figures must be flat.
 
     python -m benchmarks.soak [--minutes 60] [--workers 24] [flags of octavo serve]
 """
@@ -27,7 +27,9 @@ from benchmarks import load_line, print_table
 from octavo.testing import FLAGS, clean_environment, running, url_of
 
 ROUND_S = 20.0
-WARM_UP_S = 60.0
+WARM_UP_S = 60.0  # at least
+# What may still come behind it: the hashes of what other caches would have hit, of which 65,536 are kept.
+SPARE_MB = 16
 TIMEOUT_S = 120.0
 # A small pool: its memory is touched, and its cache full, within the warm-up.
 SERVER_FLAGS = ("--num-kv-blocks", "512", "--max-num-seqs", "16", "--max-queue", "64")
@@ -51,11 +53,11 @@ class Figures:
     num_blocks_free: int
 
 
-def judge(figures: Sequence[Figures]) -> list[str]:
+def judge(figures: Sequence[Figures], warm_up_s: float = WARM_UP_S) -> list[str]:
     """What is not flat, in words. The first reading behind the warm-up is what all later ones are held to."""
-    warm = [f for f in figures if f.seconds >= WARM_UP_S]
+    warm = [f for f in figures if f.seconds >= warm_up_s]
     if len(warm) < 3:
-        return [f"{len(warm)} readings behind the warm-up of {WARM_UP_S:.0f} s, 3 are needed"]
+        return [f"{len(warm)} readings behind the warm-up of {warm_up_s:.0f} s, 3 are needed"]
     first, later = warm[0], warm[1:]
     wrong = [
         f"{f.num_blocks_used} blocks used at {f.seconds:.0f} s, nothing running" for f in warm if f.num_blocks_used
@@ -65,7 +67,7 @@ def judge(figures: Sequence[Figures]) -> list[str]:
         least = min(getattr(f, name) for f in later)
         if least > getattr(first, name):
             wrong.append(f"{name} was {getattr(first, name)}, and {least} or more ever after")
-    limit = 1.05 * first.memory_mb + 8
+    limit = 1.05 * first.memory_mb + SPARE_MB
     if later[-1].memory_mb > limit:
         wrong.append(f"memory was {first.memory_mb:.0f} MB and is {later[-1].memory_mb:.0f} MB, limit {limit:.0f} MB")
     return wrong
@@ -209,7 +211,7 @@ async def soak(url: str, minutes: float, num_workers: int) -> int:
         unexpected += load.unexpected()
         figures.append(await read_figures(url, started_s, num_requests))
         show(figures[-1])
-    wrong = judge(figures) + unexpected
+    wrong = judge(figures, max(WARM_UP_S, 10 * minutes)) + unexpected
     print_table("outcomes", [load_line(), *((name, f"{number:,d}") for name, number in sorted(outcomes.items()))])
     print("\n".join(["not as it should be:", *wrong]) if wrong else "flat")
     return 1 if wrong else 0
