@@ -58,19 +58,15 @@ def allocate(dtype: str, lead: tuple[int, ...], num_in: int, num_out: int, group
 
 def pack_into(packed: Packed, dtype: str, weight_NK: NDArray[np.floating], group: int) -> None:
     """Write one weight, (out, in) as files have it. Columns past the last are zeros."""
-    num_panels, num_words, _ = packed.words.shape
-    values_NK: NDArray[Any] = np.asarray(weight_NK, np.float32)
-    if dtype == "int8":
-        values_NK = _quantise(packed, values_NK, group)
-    elif dtype == "bfloat16":
-        values_NK = bfloat16_bits(values_NK)
-    words_NW = np.ascontiguousarray(values_NK).view(WORD_DTYPES[dtype])
-    num_whole = len(words_NW) // PANEL
-    whole = words_NW[: num_whole * PANEL].reshape(num_whole, PANEL, num_words)
-    packed.words[:num_whole] = whole.transpose(0, 2, 1)
-    if num_whole < num_panels:
-        rest = words_NW[num_whole * PANEL :]
-        packed.words[num_whole, :, : len(rest)] = rest.T
+    from core.model.kernels.panels import fill, fill_bfloat16
+
+    values_NK = np.ascontiguousarray(weight_NK, np.float32)
+    if dtype == "bfloat16":
+        fill_bfloat16(packed.words, values_NK)
+    elif dtype == "int8":
+        fill(packed.words, _quantise(packed, values_NK, group).view(np.int32))
+    else:
+        fill(packed.words, values_NK)
 
 
 def _quantise(packed: Packed, weight_NK: NDArray[np.float32], group: int) -> NDArray[np.int8]:
