@@ -236,6 +236,29 @@ def test_left_to_itself_a_model_is_held_to_the_schemas_of_strict_functions_once_
     assert held == mixed.structured_output(None)
 
 
+async def test_with_a_form_beside_tools_the_answer_is_calls_or_in_the_form(embedded: RunningServer):
+    schema = {"type": "object", "properties": {"n": {"enum": [1, 2]}}, "required": ["n"], "additionalProperties": False}
+    form = {"type": "json_schema", "json_schema": {"name": "n", "schema": schema}}
+    tools = [tool("f", parameters=WEATHER, strict=True)]
+    asked = {"messages": HELLO, "tools": tools, "response_format": form, "n": 8, "seed": 1}
+    body = (await embedded.chat(**asked, temperature=2, parallel_tool_calls=False)).json()
+
+    for index in range(8):
+        answer = plain(body, index)
+        if answer["calls"]:
+            assert_fits(answer["calls"][0][1])
+        else:
+            assert json.loads(answer["content"]) in ({"n": 1}, {"n": 2})
+
+
+async def test_a_form_that_cannot_be_is_told_by_its_own_name():
+    form = {"type": "json_schema", "json_schema": {"name": "n", "schema": BAD}}
+    async with with_room() as server:
+        for extra in ({}, {"tools": TOOLS}):
+            response = await server.chat(messages=HELLO, response_format=form, **extra)
+            assert (400, "response_format") == (response.status_code, response.json()["error"]["param"])
+
+
 def use(choice: Any = "auto", **fields: Any) -> ToolUse:
     return tool_use(ChatRequest(messages=[{"role": "user"}], tools=[tool(**fields)], tool_choice=choice))
 

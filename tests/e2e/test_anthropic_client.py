@@ -1,5 +1,6 @@
 """Anthropic's official Python client against a live server of the embedded model."""
 
+import json
 from collections.abc import Iterator
 from typing import Any
 
@@ -81,6 +82,13 @@ def test_what_must_be_used_is_used_with_input_that_fits(client: anthropic.Anthro
     (use,) = message.content
     assert "tool_use" == use.type
     assert use.input in ({"place": "Rome"}, {"place": "Kyōto"})
+
+
+def test_an_output_has_the_form_that_was_asked_for(client: anthropic.Anthropic):
+    form: Any = {"format": {"type": "json_schema", "schema": SCHEMA}}
+    message = client.messages.create(**{**PLAIN, "max_tokens": 200}, output_config=form)
+
+    assert json.loads(text_of(message)) in ({"place": "Rome"}, {"place": "Kyōto"})
 
 
 def test_a_conversation_goes_on_with_the_results(client: anthropic.Anthropic):

@@ -155,6 +155,12 @@ def test_a_responses_calls_whole_and_by_the_clients_own_accumulation(client: ope
     assert '{"place": "Rome", "days": 2}' in snapshots
 
 
+def test_a_response_parses_into_its_model(client: openai.OpenAI):
+    answer = client.responses.parse(model=MODEL, input="Hi", text_format=Weather, temperature=1)
+
+    assert isinstance(answer.output_parsed, Weather)
+
+
 async def test_the_async_client_gets_responses_and_goes_on_from_their_items(scripted: LiveServer):
     async with openai.AsyncOpenAI(base_url=f"{scripted.url}/v1", api_key="any", max_retries=0) as client:
         first = await client.responses.create(input="Hi", tools=FLAT_TOOLS, **SCRIPT)

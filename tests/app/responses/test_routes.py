@@ -178,6 +178,7 @@ async def test_a_conversation_goes_on_with_the_items_given_back():
         ({"tools": [TOOL], "tool_choice": {"type": "function", "name": "g"}}, "tool_choice"),
         ({"text": {"format": {"type": "grammar"}}}, "text"),
         ({"metadata": {"a": 1}}, "metadata"),
+        ({"text": {"format": {"type": "json_schema", "name": "n", "schema": {"type": "x"}}}}, "text"),
         ({"prompt_logprobs": 0}, "prompt_logprobs"),
         ({"return_token_ids": True}, "return_token_ids"),
         ({"stream_options": {"include_usage": True}}, "stream_options"),
