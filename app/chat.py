@@ -16,7 +16,7 @@ from app.generation import Ask, Job, renamed, sampling_params, stream_options
 from app.logprobs import LogprobsWriter, prompt_logprobs
 from app.parts import Call, CallArguments, CallStart, Part, PartReader, Text, assembled
 from app.run import shown_reason
-from app.schemas import (
+from app.schemas.chat import (
     AssistantMessage,
     ChatChoice,
     ChatChunk,

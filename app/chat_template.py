@@ -13,7 +13,7 @@ from typing import Any, NoReturn
 
 from app.drafts import joined_text
 from app.hermes import in_words
-from app.schemas import ChatMessage, ToolCall
+from app.schemas.chat import ChatMessage, ToolCall
 from core import InvalidRequest
 
 ROLES = {"system", "developer", "user", "assistant", "tool", "function"}

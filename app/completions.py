@@ -18,11 +18,7 @@ from app.generation import (
 )
 from app.logprobs import LogprobsWriter, prompt_logprobs
 from app.run import shown_reason
-from app.schemas import (
-    CompletionChoice,
-    CompletionRequest,
-    CompletionResponse,
-)
+from app.schemas.completions import CompletionChoice, CompletionRequest, CompletionResponse
 from app.scripts import parse_script
 from app.service import Service, ServiceOf, trace_id
 from core import InvalidRequest, OutputToken, RequestOutput, Tokenizer

@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
-from app.schemas import CompletionTokensDetails, Prediction, ResponseMetrics, SpeculativeDecodingMetrics
+from app.schemas.generation import CompletionTokensDetails, Prediction, ResponseMetrics, SpeculativeDecodingMetrics
 from core import DraftOutcome, InvalidRequest
 
 TEXT_PARTS = {"text", "input_text", "output_text"}

@@ -18,7 +18,7 @@ from starlette.responses import Response
 from app import sse
 from app.errors import unsupported
 from app.generation import Ask, Job, renamed
-from app.schemas import Embedding, EmbeddingRequest, EmbeddingResponse, EmbeddingUsage
+from app.schemas.embeddings import Embedding, EmbeddingRequest, EmbeddingResponse, EmbeddingUsage
 from app.service import Service, ServiceOf, trace_id
 from core import InvalidRequest, SamplingParams
 

@@ -8,7 +8,7 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
-from app.schemas import GenerationRequest, ResponseFormat, StructuredOutputs
+from app.schemas.generation import GenerationRequest, ResponseFormat, StructuredOutputs
 from core import InvalidRequest, StructuredOutput
 
 

@@ -16,7 +16,7 @@ from typing import Any
 from app.engine_loop import family_ids
 from app.formats import structured_output
 from app.prompts import Prompt, PromptItem, encode, encode_bad_words, prompt_items, shortened, with_pieces
-from app.schemas import GenerationRequest, StreamOptions
+from app.schemas.generation import GenerationRequest, StreamOptions
 from core import (
     ContextLengthExceeded,
     Engine,

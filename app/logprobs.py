@@ -7,7 +7,9 @@ unique, since a token may be part of a character, and clients that count on ids 
 from collections.abc import Sequence
 from typing import Any
 
-from app.schemas import ChatLogprobs, CompletionLogprobs, PromptLogprob, PromptLogprobs, TokenLogprob, TopLogprob
+from app.schemas.chat import ChatLogprobs, TokenLogprob, TopLogprob
+from app.schemas.completions import CompletionLogprobs
+from app.schemas.generation import PromptLogprob, PromptLogprobs
 from core import OutputToken, Tokenizer, TokenLogprobs
 
 

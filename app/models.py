@@ -2,7 +2,7 @@
 
 from fastapi import APIRouter
 
-from app.schemas import ModelCard, ModelList
+from app.schemas.models import ModelCard, ModelList
 from app.service import Service, ServiceOf
 
 router = APIRouter()

@@ -9,7 +9,7 @@ from starlette.responses import PlainTextResponse, Response
 
 from app.chat_template import render_prompt
 from app.prompts import encode
-from app.schemas import (
+from app.schemas.ops import (
     AbortRequest,
     AbortResponse,
     DetokenizeRequest,

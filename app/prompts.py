@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from app.schemas import MAX_PROMPTS
+from app.schemas.prompts import MAX_PROMPTS
 from core import ContextLengthExceeded, Engine, InvalidRequest, Tokenizer, decode_pieces
 
 PromptItem = str | Sequence[int]

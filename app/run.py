@@ -15,7 +15,7 @@ from app.engine_loop import EngineLoop, Stream
 from app.errors import SERVER_ERROR, ApiError
 from app.generation import Job
 from app.prompts import Prompt
-from app.schemas import FinishReason, PromptTokensDetails, Usage
+from app.schemas.generation import FinishReason, PromptTokensDetails, Usage
 from app.tracing import TracedSequence
 from core import FinishReason as EngineFinishReason
 from core import InvalidRequest, RequestOutput, RequestTimes

@@ -16,7 +16,8 @@ from app.generation import Ask, Job, build, renamed
 from app.logs import log_stats
 from app.metrics import Metrics
 from app.run import Run
-from app.schemas import EmbeddingRequest, GenerationRequest
+from app.schemas.embeddings import EmbeddingRequest
+from app.schemas.generation import GenerationRequest
 from app.settings import Settings
 from app.tracing import tracing_to
 from core import Engine, InvalidRequest

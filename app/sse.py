@@ -21,7 +21,7 @@ from starlette.types import Receive, Scope, Send
 from app.errors import ClientGone, as_api_error
 from app.faults import faulty
 from app.run import Run
-from app.schemas import Chunk, StreamOptions
+from app.schemas.generation import Chunk, StreamOptions
 from core import RequestOutput
 
 logger = logging.getLogger(__name__)

@@ -19,7 +19,8 @@ from typing import Any, Literal
 
 from app.hermes import TEXT, CallReader, grammar
 from app.parts import ArgumentsReader, Part, PartReader, TextReader
-from app.schemas import ChatFinishReason, ChatRequest, FinishReason, FunctionDefinition, NamedToolChoice, Tool
+from app.schemas.chat import ChatFinishReason, ChatRequest, FunctionDefinition, NamedToolChoice, Tool
+from app.schemas.generation import FinishReason
 from core import Engine, InvalidRequest, StructuredOutput, lark_json
 
 Choice = Literal["none", "auto", "required", "named"]

@@ -19,7 +19,8 @@ from app.errors import ApiError, unsupported
 from app.generation import renamed
 from app.parts import Part
 from app.run import Run, shown_reason
-from app.schemas import ChatRequest, GenerationRequest, Usage
+from app.schemas.chat import ChatRequest
+from app.schemas.generation import GenerationRequest, Usage
 from app.service import Service
 from app.sse import KEEP_ALIVE, EventStream, while_connected
 from app.tools import ToolUse

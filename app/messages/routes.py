@@ -11,7 +11,7 @@ from app.messages.schemas import CountTokensRequest, MessagesRequest, TokenCount
 from app.messages.translate import NAMES, to_chat
 from app.messages.writer import MessageWriter
 from app.prompts import encode
-from app.schemas import ChatRequest
+from app.schemas.chat import ChatRequest
 from app.service import Service, ServiceOf
 from app.tools import tool_use
 from app.translation import in_words_of, respond

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from app.messages.schemas import Content, CountTokensRequest, CustomTool, MessagesRequest, MessagesToolChoice
-from app.schemas import ChatRequest
+from app.schemas.chat import ChatRequest
 from app.translation import chat_request, extensions
 from core import InvalidRequest
 

@@ -11,7 +11,7 @@ from app.generation import Job
 from app.messages.errors import error_body
 from app.parts import CallArguments, CallStart, Part, Text
 from app.run import shown_reason
-from app.schemas import Usage
+from app.schemas.generation import Usage
 from app.translation import Event
 from core import RequestOutput
 

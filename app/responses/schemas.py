@@ -5,7 +5,9 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
-from app.schemas import MAX_TOOLS, UNSUPPORTED, FunctionName, GenerationRequest, StrictModel
+from app.schemas.base import UNSUPPORTED, StrictModel
+from app.schemas.chat import MAX_TOOLS, FunctionName
+from app.schemas.generation import GenerationRequest
 
 
 class FunctionTool(StrictModel):

@@ -5,7 +5,7 @@ from typing import Any
 
 from app.errors import unsupported
 from app.responses.schemas import NamedTool, ResponsesRequest
-from app.schemas import ChatRequest
+from app.schemas.chat import ChatRequest
 from app.translation import chat_request, extensions
 from core import InvalidRequest
 

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from app.chat_template import ChatTemplate, render_prompt
-from app.schemas import ChatMessage
+from app.schemas.chat import ChatMessage
 from core import InvalidRequest
 from tests.app.servers import CHAT_TEMPLATE
 

@@ -11,7 +11,8 @@ from app.generation import (
     stream_options,
 )
 from app.prompts import encode, encode_bad_words, prompt_items
-from app.schemas import CompletionRequest, StreamOptions
+from app.schemas.completions import CompletionRequest
+from app.schemas.generation import StreamOptions
 from core import (
     ContextLengthExceeded,
     InvalidRequest,

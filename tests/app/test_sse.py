@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from app.errors import ApiError, ClientGone
-from app.schemas import CompletionLogprobs
+from app.schemas.completions import CompletionLogprobs
 from app.sse import EventStream, event, while_connected
 
 

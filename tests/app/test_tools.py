@@ -9,7 +9,7 @@ import pytest
 
 from app.factory import load
 from app.hermes import TEXT, grammar
-from app.schemas import ChatRequest
+from app.schemas.chat import ChatRequest
 from app.tools import ToolUse, definitions, tool_use
 from core import InvalidRequest, StructuredOutput, lark_json
 from tests.app.servers import RunningServer, in_process, make_settings

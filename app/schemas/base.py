@@ -1,0 +1,76 @@
+"""What all requests have in common: strict types, and known fields that are refused rather than ignored."""
+
+import logging
+from collections.abc import Mapping
+from typing import Any, ClassVar, Self
+
+from pydantic import BaseModel, ConfigDict
+
+from app.errors import unsupported
+
+logger = logging.getLogger(__name__)
+
+# Values of known fields that ask for nothing we lack. Whatever else is sent there is refused.
+UNSUPPORTED: dict[str, tuple[Any, ...]] = {
+    # completions
+    "suffix": ("",),
+    "use_beam_search": (False,),
+    "length_penalty": (1, 1.0),
+    "prompt_embeds": (),
+    # chat
+    "echo": (False,),
+    "best_of": (1,),
+    "functions": (),
+    "function_call": ("none", "auto"),
+    "audio": (),
+    "modalities": (["text"],),
+    "web_search_options": (),
+    "chat_template": (),
+    "documents": ([],),
+    "mm_processor_kwargs": ({},),
+    # both
+    "guided_decoding_backend": ("auto", "guidance"),
+    "guided_whitespace_pattern": (),
+    "structural_tag": (),
+    "whitespace_pattern": (),
+    "disable_any_whitespace": (False,),
+    "disable_additional_properties": (False,),
+    "spaces_between_special_tokens": (True,),
+    "logits_processors": ([],),
+    "priority": (0,),
+    "kv_transfer_params": (),
+    "vllm_xargs": ({},),
+}
+# Fields of OpenAI's that ask nothing of an engine: labels, bookkeeping, hints.
+HARMLESS = {
+    "cache_control",
+    "disable_fallback",
+    "metadata",
+    "prompt_cache_key",
+    "prompt_cache_retention",
+    "reasoning",
+    "reasoning_effort",
+    "safety_identifier",
+    "service_tier",
+    "store",
+    "user",
+    "verbosity",
+}
+_logged_fields: set[str] = set()
+_MAX_LOGGED_FIELDS = 1000  # names come from clients: their memory is bounded
+
+
+class StrictModel(BaseModel):
+    model_config = ConfigDict(strict=True, extra="allow", allow_inf_nan=False)
+    unsupported_fields: ClassVar[Mapping[str, tuple[Any, ...]]] = UNSUPPORTED
+
+    def refuse_unsupported(self) -> Self:
+        """Raise ApiError for a known field that we do not honour; log unknown ones once per process."""
+        for name, value in (self.model_extra or {}).items():
+            if name in self.unsupported_fields:
+                if value is not None and value not in self.unsupported_fields[name]:
+                    raise unsupported(name)
+            elif name not in HARMLESS and name not in _logged_fields and len(_logged_fields) < _MAX_LOGGED_FIELDS:
+                _logged_fields.add(name)
+                logger.warning("unknown request field ignored", extra={"field": name[:64]})
+        return self
