@@ -33,13 +33,12 @@ from core.request import (
     OutputToken,
     RequestOutput,
     RequestTimes,
-    SamplingParams,
     ScriptedToken,
     ScriptEntry,
     ScriptPiece,
-    StructuredOutput,
     TokenLogprobs,
 )
+from core.sampling_params import SamplingParams, StructuredOutput
 from core.scheduling.scheduler import ContinuousBatchingScheduler, StepReport
 from core.scheduling.static_batching import static_batching_steps
 from core.stats import EngineStats, Histogram

@@ -21,7 +21,8 @@ from core.memory.host_tier import HostTier
 from core.memory.prefix_ghost import PrefixGhost
 from core.model.config import ModelConfig
 from core.pace import Progress, StepPace
-from core.request import NewRequest, Request, RequestOutput, SamplingParams, StructuredOutput
+from core.request import NewRequest, Request, RequestOutput
+from core.sampling_params import SamplingParams, StructuredOutput
 from core.scheduling.draft_controller import draft_policy
 from core.scheduling.preemption import CostModel, always_swap
 from core.scheduling.scheduler import ContinuousBatchingScheduler

@@ -7,7 +7,8 @@ from core.config import EngineConfig, SpeculativeConfig
 from core.engine import Engine
 from core.memory.block_manager import BlockManager
 from core.model.config import ModelConfig
-from core.request import Decoder, NewRequest, Request, RequestOutput, SamplingParams, ScriptEntry
+from core.request import Decoder, NewRequest, Request, RequestOutput, ScriptEntry
+from core.sampling_params import SamplingParams
 from core.scheduling.scheduler import ContinuousBatchingScheduler
 from core.step import Execute, ScheduledRequest, SchedulerOutput, count_only
 from core.tokenizer import ByteTokenizer, IncrementalDetokenizer

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from core.model.config import ModelConfig
-from core.request import SamplingParams
+from core.sampling_params import SamplingParams
 
 Doubles = NDArray[np.float64]
 Floats = NDArray[np.floating]

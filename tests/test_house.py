@@ -19,7 +19,7 @@ ROOT = Path(__file__).resolve().parent.parent
 
 # What each part of core may import besides itself. A part is a module or a package directly below core.
 GROUND = {"errors", "config"}
-INTEGERS = GROUND | {"block_hash", "request", "step"}
+INTEGERS = GROUND | {"block_hash", "sampling_params", "request", "step"}
 LAWS = INTEGERS | {"shapes", "model", "tokenizer"}
 RUNNERS = LAWS | {"decoding", "memory"}
 MAY_IMPORT = {
@@ -28,7 +28,8 @@ MAY_IMPORT = {
     "config": {"errors"},
     "block_hash": set(),
     "pace": set(),
-    "request": GROUND | {"block_hash"},
+    "sampling_params": GROUND,
+    "request": GROUND | {"block_hash", "sampling_params"},
     "step": GROUND | {"request"},
     "memory": INTEGERS,
     "scheduling": INTEGERS | {"memory"},
@@ -43,7 +44,7 @@ MAY_IMPORT = {
     "__init__": {"*"},
     "__main__": {"*"},
 }
-WITHOUT_NUMPY = {"errors", "config", "block_hash", "request", "step", "memory", "scheduling"}
+WITHOUT_NUMPY = {"errors", "config", "block_hash", "sampling_params", "request", "step", "memory", "scheduling"}
 NOT_IN_CORE = {"asyncio", "threading", "_thread", "concurrent", "fastapi", "starlette", "uvicorn", "pydantic", "httpx"}
 HEAVY = {
     "numba",

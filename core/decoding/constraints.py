@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from core.decoding.grammar_trial import TokenTable, Trial, compile_grammar, make_bridge
 from core.errors import InvalidRequest, NothingAllowed
-from core.request import StructuredOutput
+from core.sampling_params import StructuredOutput
 from core.tokenizer import Tokenizer
 
 if TYPE_CHECKING:

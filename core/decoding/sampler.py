@@ -13,7 +13,8 @@ from numpy.typing import NDArray
 
 from core.decoding.noise import Purpose, gumbel_noise
 from core.errors import NothingAllowed
-from core.request import Request, SamplingParams, TokenLogprobs
+from core.request import Request, TokenLogprobs
+from core.sampling_params import SamplingParams
 
 LOGPROB_FLOOR = -9999.0  # JSON has no infinity
 _FEW = 1024  # tokens tried first when a nucleus is cut out

@@ -19,7 +19,8 @@ from core.errors import InvalidRequest, InvariantViolation, UnknownRequest
 from core.memory.block_manager import BlockManager, blocks_needed
 from core.memory.host_tier import HostTier
 from core.memory.prefix_ghost import PrefixGhost
-from core.request import FinishReason, Request, RequestOutput, SamplingParams
+from core.request import FinishReason, Request, RequestOutput
+from core.sampling_params import SamplingParams
 from core.scheduling.drafting import DraftPolicy, FixedDrafts
 from core.scheduling.planner import StepPlanner
 from core.scheduling.policy import FirstComeFirstServed

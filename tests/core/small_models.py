@@ -15,7 +15,8 @@ from core.model.kv_cache import KVCache
 from core.model.transformer import Transformer
 from core.model.weights import expected_shapes
 from core.model_runner import ModelRunner
-from core.request import OutputToken, Request, SamplingParams
+from core.request import OutputToken, Request
+from core.sampling_params import SamplingParams
 from core.scheduling.drafting import DraftPolicy, FixedDrafts
 from core.scheduling.scheduler import ContinuousBatchingScheduler
 from core.step import Execute, ModelRunnerOutput, SchedulerOutput

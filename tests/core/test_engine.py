@@ -6,7 +6,8 @@ from collections.abc import Mapping, Sequence
 import pytest
 
 from core.errors import ContextLengthExceeded, DuplicateRequest, EngineDead, InvalidRequest, InvariantViolation
-from core.request import FinishReason, RequestTimes, SamplingParams
+from core.request import FinishReason, RequestTimes
+from core.sampling_params import SamplingParams
 from core.step import ModelRunnerOutput, SampledTokens, SchedulerOutput, count_only
 from tests.builders import END, Clock, engine, new_request, run, text_of, token_ids_of
 from tests.core.scheduling.checked_runner import CheckedRunner, next_token

@@ -11,7 +11,8 @@ from core.config import EngineConfig, SpeculativeConfig
 from core.engine import Engine
 from core.errors import InvalidRequest
 from core.loading import load_engine
-from core.request import FinishReason, SamplingParams, StructuredOutput
+from core.request import FinishReason
+from core.sampling_params import SamplingParams, StructuredOutput
 from tests.builders import END, engine, new_request, run, text_of, token_ids_of
 
 LETTERS = StructuredOutput("regex", "[abc]{3,9}x")

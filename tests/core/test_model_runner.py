@@ -17,7 +17,8 @@ from core.memory.block_manager import BlockManager
 from core.model.config import ModelConfig
 from core.model.kv_cache import KVCache
 from core.model_runner import ModelRunner
-from core.request import Request, SamplingParams
+from core.request import Request
+from core.sampling_params import SamplingParams
 from core.scheduling.draft_controller import AdaptiveDrafts
 from core.scheduling.drafting import FixedDrafts
 from core.scheduling.scheduler import ContinuousBatchingScheduler

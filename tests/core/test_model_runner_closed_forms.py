@@ -12,7 +12,7 @@ import pytest
 from core.decoding.speculative import VERIFICATION_RULES
 from core.model.config import ModelConfig
 from core.model.weights import expected_shapes
-from core.request import SamplingParams
+from core.sampling_params import SamplingParams
 from tests import oracle
 from tests.core.small_models import Model, a_request, a_runner, serve
 

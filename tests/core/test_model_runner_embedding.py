@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 
 from core.errors import InvariantViolation
-from core.request import FinishReason, Request, RequestOutput, SamplingParams
+from core.request import FinishReason, Request, RequestOutput
+from core.sampling_params import SamplingParams
 from core.step import ModelRunnerOutput, SchedulerOutput, count_only
 from tests import builders, oracle
 from tests.core.small_models import TARGET, Model, Served, a_request, a_runner, good_draft_for, random_tensors, serve

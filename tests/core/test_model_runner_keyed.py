@@ -22,7 +22,7 @@ from core.decoding.proposers import NgramProposer, Proposer
 from core.decoding.sampler import law
 from core.model.kv_cache import KVCache
 from core.model.transformer import flat_batch
-from core.request import SamplingParams
+from core.sampling_params import SamplingParams
 from tests import oracle
 from tests.core.small_models import TARGET as CONFIG
 from tests.core.small_models import Model, a_request, a_runner, good_draft_for, random_tensors, serve

@@ -9,7 +9,8 @@ from numpy.typing import NDArray
 
 import core.model_runner
 from core.errors import InvariantViolation
-from core.request import FinishReason, Request, SamplingParams, TokenLogprobs
+from core.request import FinishReason, Request, TokenLogprobs
+from core.sampling_params import SamplingParams
 from core.step import ModelRunnerOutput, SchedulerOutput, count_only
 from tests import builders, oracle
 from tests.core.small_models import TARGET, Model, Served, a_request, a_runner, good_draft_for, random_tensors, serve

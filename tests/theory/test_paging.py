@@ -9,7 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from core.memory.block_manager import BlockManager, blocks_needed
-from core.request import Request, SamplingParams
+from core.request import Request
+from core.sampling_params import SamplingParams
 from core.scheduling.scheduler import ContinuousBatchingScheduler
 from core.step import ModelRunnerOutput, SchedulerOutput, count_only
 from tests.theory.reservations import (

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from core.decoding.constraints import Constraint, GrammarCompiler
 from core.errors import InvalidRequest
-from core.request import StructuredOutput
+from core.sampling_params import StructuredOutput
 from core.tokenizer import ByteTokenizer, Tokenizer, load_tokenizer
 from tests.builders import END
 from tools.make_tiny_gguf import TinyModel, write_gguf, write_safetensors_dir

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from core.decoding.noise import Purpose, generator, gumbel_noise
-from core.request import INT64_MAX, INT64_MIN
+from core.sampling_params import INT64_MAX, INT64_MIN
 from tests import oracle
 
 SEEDS = [0, 1, 2, -1, -2, INT64_MAX, INT64_MAX - 1, INT64_MIN, INT64_MIN + 1, 2**53, 2**53 + 1]

@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from core.decoding.prediction import PredictedText, PredictionProposer
 from core.decoding.proposers import Draft, NgramProposer, Proposal, Proposer
 from core.model.kv_cache import KVCache
-from core.request import Request, SamplingParams
+from core.request import Request
+from core.sampling_params import SamplingParams
 from core.scripted import RequestScript
 from core.step import SchedulerOutput
 from core.tokenizer import ByteTokenizer

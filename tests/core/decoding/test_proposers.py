@@ -22,7 +22,8 @@ from core.decoding.proposers import (
     is_keyed,
 )
 from core.model.kv_cache import KVCache
-from core.request import Request, SamplingParams
+from core.request import Request
+from core.sampling_params import SamplingParams
 from core.scheduling.drafting import FixedDrafts
 from core.scripted import RequestScript
 from core.step import ScheduledRequest, SchedulerOutput

@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 
 from core.decoding.sampler import LOGPROB_FLOOR, law, process_logits, sample_draft, sample_keyed, token_logprobs
 from core.errors import NothingAllowed
-from core.request import Request, SamplingParams
+from core.request import Request
+from core.sampling_params import SamplingParams
 from tests import oracle
 from tests.core.small_models import EOS, a_request
 

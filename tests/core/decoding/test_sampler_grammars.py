@@ -13,7 +13,8 @@ from core.decoding.constraints import GrammarCompiler
 from core.decoding.sampler import law, sample_keyed
 from core.decoding.speculative import VERIFICATION_RULES, Verify
 from core.errors import NothingAllowed
-from core.request import Request, SamplingParams, StructuredOutput
+from core.request import Request
+from core.sampling_params import SamplingParams, StructuredOutput
 from tests import oracle
 from tests.core.decoding.letters import Letters
 from tests.core.decoding.test_sampler import combined, rows

@@ -12,7 +12,8 @@ import pytest
 
 from core.decoding.sampler import law
 from core.decoding.speculative import VERIFICATION_RULES, Verify
-from core.request import Request, SamplingParams
+from core.request import Request
+from core.sampling_params import SamplingParams
 from tests import oracle
 from tests.core.small_models import a_request
 from tests.oracle import Doubles, Laws

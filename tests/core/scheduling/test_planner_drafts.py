@@ -4,7 +4,8 @@ from collections.abc import Mapping, Sequence
 
 import pytest
 
-from core.request import Request, SamplingParams
+from core.request import Request
+from core.sampling_params import SamplingParams
 from core.scheduling.drafting import DraftPolicy, FixedDrafts
 from core.scripted import RequestScript
 from core.step import DraftChoice, ModelRunnerOutput, SchedulerOutput
