@@ -6,8 +6,8 @@ What goes in (`NewRequest`) and what comes out (`RequestOutput`) is plain data, 
 
 import logging
 import time
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -15,8 +15,10 @@ import numpy as np
 from core.block_hash import encode_salt
 from core.config import EngineConfig
 from core.decoding.constraints import GrammarCompiler
-from core.errors import ContextLengthExceeded, EngineDead, InvalidRequest
-from core.memory.block_manager import BlockManager, blocks_needed
+from core.errors import EngineDead, InvalidRequest
+from core.limits import Limits
+from core.memory.block_hold import BlockHold
+from core.memory.block_manager import BlockManager
 from core.memory.host_tier import HostTier
 from core.memory.prefix_ghost import PrefixGhost
 from core.model.config import ModelConfig
@@ -32,7 +34,6 @@ from core.step import Execute, ModelRunnerOutput, SchedulerOutput
 from core.tokenizer import IncrementalDetokenizer, Tokenizer
 
 logger = logging.getLogger(__name__)
-_HELD = object()  # holds blocks in the block manager as a request would; equal to no request's id
 
 MAX_PREDICTED_DRAFTS = 8  # a step, where a request brings a prediction: they cost rows and no draft model
 
@@ -77,25 +78,21 @@ class Engine:
         *,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        if config.num_kv_blocks is None:
-            raise ValueError("num_kv_blocks is not set")
         self.config = config
         self.model_config = model_config
         self.tokenizer = tokenizer
-        self.num_kv_blocks = config.num_kv_blocks
-        self.max_model_len = min(
-            config.max_model_len or model_config.max_position_embeddings,
-            model_config.max_position_embeddings,
-            config.num_kv_blocks * config.block_size,
-        )
+        self._limits = Limits(config, model_config)
+        self.num_kv_blocks = self._limits.num_kv_blocks
+        self.max_model_len = self._limits.max_model_len
         self._cost = CostModel()
         self._tier = HostTier(config.num_tier_slots) if config.num_tier_slots else None
-        self._ghost = PrefixGhost(config.block_size, config.num_kv_blocks) if config.enable_prefix_caching else None
+        self._ghost = PrefixGhost(config.block_size, self.num_kv_blocks) if config.enable_prefix_caching else None
         self._runner: Execute = ScriptedRunner(execute) if config.enable_scripts else execute
         self._grammars = GrammarCompiler(tokenizer)
         self.clock = clock
         self._drafting = draft_policy(config.speculative)
-        self._block_manager = BlockManager(config.num_kv_blocks, config.block_size)
+        self._block_manager = BlockManager(self.num_kv_blocks, config.block_size)
+        self._hold = BlockHold(self._block_manager)
         self._scheduler = ContinuousBatchingScheduler(
             config.max_num_seqs,
             self._block_manager,
@@ -117,7 +114,6 @@ class Engine:
         self.progress = Progress(clock())
         self._executed: list[_Executed] = []  # in the step under way
         self._planned: dict[str, Request] = {}  # in the step under way, who may say something
-        self._holds_free_blocks = False
         self._is_dead = False
         self.stats: EngineStats = self._snapshot()
 
@@ -134,28 +130,10 @@ class Engine:
                 that cannot be honoured.
             ContextLengthExceeded: prompt and output do not fit the context.
         """
-        if not prompt_token_ids:
-            raise InvalidRequest("prompt has 0 tokens, at least 1 is needed", "prompt")
-        self._check_ids("prompt", prompt_token_ids)
-        self._check_ids("logit_bias", params.logit_bias)
-        self._check_ids("stop_token_ids", params.stop_token_ids)
-        self._check_ids("allowed_token_ids", params.allowed_token_ids or ())
-        self._check_ids("bad_words", (token_id for word in params.bad_words for token_id in word))
-        for name, num in (("logprobs", params.num_logprobs), ("prompt_logprobs", params.num_prompt_logprobs)):
-            if num is not None and not 0 <= num <= self.config.max_logprobs:
-                raise InvalidRequest(f"{name} is {num}, allowed is [0, {self.config.max_logprobs}]", name)
+        self._limits.check(prompt_token_ids, params)
         if params.structured_output is not None:
             self.compile(params.structured_output)
-        room = self._room_behind(len(prompt_token_ids), to_come=0 if params.max_tokens == 0 else 1)
-        if params.max_tokens is None:
-            return replace(params, max_tokens=room, min_tokens=min(params.min_tokens, room))
-        if params.max_tokens > room:
-            raise ContextLengthExceeded(
-                f"This model's maximum context length is {self.max_model_len} tokens: the prompt is too long for"
-                f" max_tokens {params.max_tokens} ({len(prompt_token_ids)} tokens leave room for {room})",
-                "max_tokens",
-            )
-        return params
+        return self._limits.fit(len(prompt_token_ids), params)
 
     def compile(self, wanted: StructuredOutput) -> None:
         """Make a structured output ready, so that `check` and `add` find it. May take long; any thread may call it.
@@ -164,25 +142,6 @@ class Engine:
             InvalidRequest: it cannot be honoured.
         """
         self._grammars.compile(wanted)
-
-    def _check_ids(self, name: str, token_ids: Iterable[int]) -> None:
-        vocab_size = self.model_config.vocab_size
-        for token_id in token_ids:
-            if not 0 <= token_id < vocab_size:
-                raise InvalidRequest(f"{name} has token id {token_id}, allowed is [0, {vocab_size - 1}]", name)
-
-    def _room_behind(self, num_prompt_tokens: int, *, to_come: int) -> int:
-        room = self.max_model_len - num_prompt_tokens
-        if room < to_come:
-            needed = blocks_needed(num_prompt_tokens, self.config.block_size)
-            blocks = f" (it needs {needed} KV blocks of {self.config.block_size} tokens, {self.num_kv_blocks} exist)"
-            raise ContextLengthExceeded(
-                f"This model's maximum context length is {self.max_model_len} tokens: prompt is too long,"
-                f" {num_prompt_tokens} tokens and at least {to_come} to come"
-                f"{blocks if needed > self.num_kv_blocks else ''}",
-                "prompt",
-            )
-        return room
 
     def add(self, new: NewRequest) -> None:
         """Take a request.
@@ -194,7 +153,7 @@ class Engine:
         """
         self._raise_if_dead()
         params = self.check(new.prompt_token_ids, new.params)
-        self._check_ids("prediction", new.prediction_token_ids)
+        self._limits.check_ids("prediction", new.prediction_token_ids)
         if new.script is not None and not self.config.enable_scripts:
             raise InvalidRequest("script is taken only by a server started with --enable-scripts", "script")
         siblings = [
@@ -241,35 +200,13 @@ class Engine:
 
     def hold_free_blocks(self) -> None:
         """From now on nobody gets a block but the oldest request, which goes on; for tests of a full pool."""
-        self._holds_free_blocks = True
+        self._hold.turn_on()
         self._refresh()
 
     def release_held_blocks(self) -> None:
         """All as before; if no blocks are held, nothing."""
-        if self._holds_free_blocks:
-            self._block_manager.free(_HELD)
-        self._holds_free_blocks = False
+        self._hold.turn_off()
         self._refresh()
-
-    def _hold(self) -> None:
-        """Take all free blocks but those that the oldest request needs for its next step."""
-        manager = self._block_manager
-        if not manager.holds(_HELD):
-            manager.allocate(_HELD, 0)
-        num_more = manager.num_free_blocks - self._num_blocks_of_oldest()
-        if num_more < 0:
-            manager.truncate(_HELD, max(0, manager.num_tokens(_HELD) + num_more * manager.block_size))
-        else:
-            manager.append(_HELD, num_more * manager.block_size)
-
-    def _num_blocks_of_oldest(self) -> int:
-        """Blocks that the oldest request lacks for all its tokens and one more."""
-        manager = self._block_manager
-        oldest = min(self._scheduler.unfinished_requests(), key=lambda r: r.age, default=None)
-        if oldest is None:
-            return 0
-        num_own = len(manager.block_table(oldest.request_id)) if manager.holds(oldest.request_id) else 0
-        return max(0, blocks_needed(oldest.num_tokens + 1, manager.block_size) - num_own)
 
     def abort(self, request_id: str) -> None:
         """End a request at once and free its blocks; an id that is not (or no longer) there is ignored."""
@@ -391,8 +328,8 @@ class Engine:
 
     def _refresh(self) -> None:
         """After whatever has changed who holds blocks."""
-        if self._holds_free_blocks:
-            self._hold()
+        if self._hold.is_on:
+            self._hold.renew(self._scheduler.unfinished_requests())
         self.stats = self._snapshot()
 
     def _snapshot(self) -> EngineStats:

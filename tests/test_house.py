@@ -34,17 +34,18 @@ MAY_IMPORT = {
     "memory": INTEGERS,
     "scheduling": INTEGERS | {"memory"},
     "model": GROUND | {"shapes"},
+    "limits": INTEGERS | {"memory", "model"},
     "tokenizer": GROUND | {"shapes", "model"},
     "decoding": LAWS,
     "model_runner": RUNNERS,
     "scripted": RUNNERS,
     "stats": RUNNERS | {"scheduling", "model_runner"},
-    "engine": RUNNERS | {"pace", "scheduling", "model_runner", "scripted", "stats"},
+    "engine": RUNNERS | {"limits", "pace", "scheduling", "model_runner", "scripted", "stats"},
     "loading": RUNNERS | {"scheduling", "model_runner", "scripted", "stats", "engine"},
     "__init__": {"*"},
     "__main__": {"*"},
 }
-WITHOUT_NUMPY = {"errors", "config", "block_hash", "sampling_params", "request", "step", "memory", "scheduling"}
+WITHOUT_NUMPY = INTEGERS | {"memory", "scheduling", "limits"}
 NOT_IN_CORE = {"asyncio", "threading", "_thread", "concurrent", "fastapi", "starlette", "uvicorn", "pydantic", "httpx"}
 HEAVY = {
     "numba",

@@ -5,9 +5,8 @@ from collections.abc import Mapping, Sequence
 
 import pytest
 
-from core.errors import ContextLengthExceeded, DuplicateRequest, EngineDead, InvalidRequest, InvariantViolation
+from core.errors import DuplicateRequest, EngineDead, InvalidRequest, InvariantViolation
 from core.request import FinishReason, RequestTimes
-from core.sampling_params import SamplingParams
 from core.step import ModelRunnerOutput, SampledTokens, SchedulerOutput, count_only
 from tests.builders import END, Clock, engine, new_request, run, text_of, token_ids_of
 from tests.core.scheduling.checked_runner import CheckedRunner, next_token
@@ -39,88 +38,6 @@ def bytes_of(text: str) -> list[list[int]]:
 # What it takes
 
 
-@pytest.mark.parametrize(
-    ("prompt", "params", "message", "param"),
-    [
-        ([], {}, "prompt has 0 tokens, at least 1 is needed", "prompt"),
-        ([0, 257], {}, "prompt has token id 257, allowed is [0, 256]", "prompt"),
-        ([-1], {}, "prompt has token id -1, allowed is [0, 256]", "prompt"),
-        ([1], {"logit_bias": {300: 1.0}}, "logit_bias has token id 300, allowed is [0, 256]", "logit_bias"),
-        ([1], {"stop_token_ids": (257,)}, "stop_token_ids has token id 257, allowed is [0, 256]", "stop_token_ids"),
-        ([1], {"num_logprobs": 21}, "logprobs is 21, allowed is [0, 20]", "logprobs"),
-        ([1], {"num_logprobs": -1}, "logprobs is -1, allowed is [0, 20]", "logprobs"),
-    ],
-)
-def test_what_the_model_cannot_do_is_refused_with_field_value_and_limit(
-    prompt: list[int], params: dict[str, object], message: str, param: str
-):
-    it = engine()
-    with pytest.raises(InvalidRequest) as refused:
-        it.check(prompt, SamplingParams(**params))  # type: ignore[arg-type]
-    assert (message, param) == (str(refused.value), refused.value.param)
-
-    with pytest.raises(InvalidRequest) as refused:
-        it.add(new_request(prompt=prompt, **params))
-    assert (message, param) == (str(refused.value), refused.value.param)
-    assert not it.has_unfinished_requests
-
-
-def test_absent_max_tokens_is_the_room_that_the_context_leaves():
-    assert 64 - 10 == engine().check([1] * 10, SamplingParams(max_tokens=None)).max_tokens
-
-
-def test_absent_max_tokens_clips_min_tokens_too():
-    checked = engine().check([1] * 60, SamplingParams(max_tokens=None, min_tokens=9))
-
-    assert (4, 4) == (checked.max_tokens, checked.min_tokens)
-
-
-def test_checking_changes_nothing():
-    params = SamplingParams(max_tokens=None)
-    engine().check([1], params)
-
-    assert params.max_tokens is None
-
-
-def test_prompt_and_output_together_must_fit_the_context():
-    it = engine()
-    it.check([1] * 60, SamplingParams(max_tokens=4))
-    with pytest.raises(ContextLengthExceeded) as refused:
-        it.check([1] * 60, SamplingParams(max_tokens=5))
-
-    assert (
-        "This model's maximum context length is 64 tokens: the prompt is too long for max_tokens 5"
-        " (60 tokens leave room for 4)",
-        "max_tokens",
-    ) == (str(refused.value), refused.value.param)
-
-
-@pytest.mark.parametrize("max_tokens", [None, 1])
-def test_a_prompt_must_leave_room_for_a_token(max_tokens: int | None):
-    it = engine()
-    it.check([1] * 63, SamplingParams(max_tokens=max_tokens))
-    with pytest.raises(ContextLengthExceeded) as refused:
-        it.check([1] * 64, SamplingParams(max_tokens=max_tokens))
-
-    assert (
-        "This model's maximum context length is 64 tokens: prompt is too long, 64 tokens and at least 1 to come",
-        "prompt",
-    ) == (str(refused.value), refused.value.param)
-
-
-def test_a_prompt_beyond_the_pool_is_told_how_many_blocks_it_needs():
-    with pytest.raises(ContextLengthExceeded, match=r"needs 5 KV blocks of 4 tokens, 3 exist"):
-        engine(num_kv_blocks=3).check([1] * 17, SamplingParams(max_tokens=1))
-
-
-@pytest.mark.parametrize(
-    ("config", "limit"),
-    [({}, 64), ({"max_model_len": 20}, 20), ({"max_model_len": 500}, 64), ({"num_kv_blocks": 3, "block_size": 5}, 15)],
-)
-def test_the_context_is_the_least_of_model_flag_and_pool(config: dict[str, int], limit: int):
-    assert limit == engine(**config).max_model_len
-
-
 def test_a_request_as_long_as_the_pool_runs():
     it = engine(num_kv_blocks=3, block_size=5)
     it.add(new_request(prompt=[1] * 8, max_tokens=None))
@@ -141,11 +58,6 @@ def test_scripts_are_taken_only_where_they_are_on():
     with pytest.raises(InvalidRequest, match="script is taken only by a server started with --enable-scripts") as no:
         engine(enable_scripts=False).add(new_request(script=["a"]))
     assert "script" == no.value.param
-
-
-def test_the_number_of_blocks_must_be_known():
-    with pytest.raises(ValueError, match="num_kv_blocks is not set"):
-        engine(num_kv_blocks=None)
 
 
 # What it says
@@ -447,46 +359,3 @@ def test_an_heir_counts_its_prompt_once():
 
     assert (8, 8) == (it.stats.prefix_cache_queries, it.stats.num_prompt_tokens)
     assert {"abort": 1, "length": 1} == {reason: n for reason, n in it.stats.finished.items() if n}
-
-
-# A full pool on purpose
-
-
-def test_with_its_free_blocks_held_the_oldest_request_goes_on_and_the_others_wait():
-    it = engine(num_kv_blocks=20, block_size=2)
-    it.hold_free_blocks()
-    assert (20, 0) == (it.stats.kv_blocks_used, it.stats.kv_blocks_free)
-    for name in "ab":
-        it.add(new_request(name, prompt=[ord(name)] * 5, max_tokens=6))
-    it.step()
-
-    assert (1, 1) == (it.stats.num_running, it.stats.num_waiting)
-    assert 20 - it.stats.kv_blocks_used <= 1
-    outputs = run(it)
-    assert [6, 6] == [len(token_ids_of(outputs[name])) + (name == "a") for name in "ab"]
-    assert 0 == it.stats.num_running + it.stats.num_waiting
-
-
-def test_held_blocks_come_from_the_running_by_preemption_and_go_back():
-    it = engine(num_kv_blocks=20, block_size=2, enable_prefix_caching=False)
-    for name in "abc":
-        it.add(new_request(name, prompt=[ord(name)] * 4, max_tokens=9))
-    it.step()
-    it.hold_free_blocks()
-    it.hold_free_blocks()
-    outputs = run(it)
-
-    assert it.stats.num_preemptions > 0
-    assert [8, 8, 8] == [len(token_ids_of(outputs[name])) for name in "abc"]
-    it.release_held_blocks()
-    it.release_held_blocks()
-    assert (0, 20) == (it.stats.kv_blocks_used, it.stats.kv_blocks_free)
-
-
-def test_samples_of_one_prompt_come_through_a_held_pool():
-    it = engine(num_kv_blocks=20, block_size=2)
-    it.hold_free_blocks()
-    it.add(new_request("a", prompt=[7] * 5, max_tokens=7, sibling_ids=["b", "c"]))
-    outputs = run(it)
-
-    assert [7, 7, 7] == [len(token_ids_of(outputs[name])) for name in "abc"]
