@@ -129,7 +129,12 @@ def _params(body: ChatRequest, tools: ToolUse) -> SamplingParams:
 def _names(body: ChatRequest) -> dict[str, str]:
     """What the engine's fields are called in this body."""
     limit = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
-    return {"prompt": "messages", "max_tokens": limit, "structured_output": format_field(body) or "tools"}
+    return {
+        "prompt": "messages",
+        "max_tokens": limit,
+        "logprobs": "top_logprobs",
+        "structured_output": format_field(body) or "tools",
+    }
 
 
 async def _complete(service: Service, job: Job, writer: "_Writer") -> ChatResponse:

@@ -21,6 +21,7 @@ logger = logging.getLogger(__name__)
 
 INVALID = "invalid_request_error"
 SERVER_ERROR = "server_error"
+MAX_SHOWN = 64  # characters of a wrong value that are quoted
 MAX_PROBLEMS = 5  # problems of one body that are listed; a list of a million wrong items has a million
 
 
@@ -170,11 +171,20 @@ def _param(problem: Mapping[str, Any]) -> str | None:
     return names[0] if names and isinstance(names[0], str) else None
 
 
+def _field(problem: Mapping[str, Any]) -> str:
+    """The field and its value as the client wrote it, but for objects and lists, which may be the whole body."""
+    name, value = ".".join(map(str, problem["loc"][1:])), problem.get("input")
+    if isinstance(value, dict | list) or problem["type"] == "missing":
+        return name
+    text = json.dumps(value)
+    return f"{name} is {text if len(text) <= MAX_SHOWN else text[:MAX_SHOWN] + '...'}"
+
+
 def _describe(problems: Sequence[Mapping[str, Any]]) -> str:
     if problems[0]["type"] == "json_invalid":
         return f"The body is not valid JSON: {problems[0]['ctx']['error']} at character {problems[0]['loc'][-1]}"
     if problems[0]["loc"] == ("body",):
         return "The body must be a JSON object"
-    parts = [f"{'.'.join(map(str, problem['loc'][1:]))}: {problem['msg']}" for problem in problems[:MAX_PROBLEMS]]
+    parts = [f"{_field(problem)}: {problem['msg']}" for problem in problems[:MAX_PROBLEMS]]
     more = len(problems) - MAX_PROBLEMS
     return "; ".join(parts) + (f"; and {more} more" if more > 0 else "")

@@ -77,5 +77,5 @@ def _add_middlewares(app: FastAPI, settings: Settings) -> None:
         allow_methods=settings.allowed_methods,
         allow_headers=settings.allowed_headers,
         allow_credentials=settings.allow_credentials,
-        expose_headers=["x-request-id"],
+        expose_headers=["x-request-id", "request-id", "retry-after"],  # what clients read besides the body
     )

@@ -111,7 +111,7 @@ HISTOGRAMS = {
     "request_num_preemptions": "How often a finished request was preempted.",
     "iteration_tokens_total": "Tokens per step, computed prompt tokens and generated ones.",
 }
-SILENT_HANDLERS = frozenset({"/metrics", "/health", "/ready", "/load", "/ping", "/version"})
+SILENT_HANDLERS = frozenset({"/metrics", "/health", "/ready", "/load", "/ping", "/version", "/server_info"})
 METHODS = frozenset({"GET", "POST", "HEAD", "OPTIONS", "PUT", "PATCH", "DELETE"})
 HTTP_EDGES = (0.1, 0.5, 1.0)
 HTTP_FINE_EDGES = (
@@ -216,6 +216,7 @@ class EngineCollector(Collector):
             "vllm:admission_rejections", "Requests refused by a queue limit.", labels=("model_name", "reason")
         )
         family.add_metric((self._labels[0], "max_num_queued_reqs"), self._loop.num_rejections)
+        family.add_metric((self._labels[0], "max_num_queued_tokens"), 0)  # a limit that we have not; vLLM's series
         return family
 
     def _gauge(self, name: str, text: str, value: float) -> Metric:
@@ -291,6 +292,9 @@ def _cache_config(engine: Engine) -> Metric:
         "num_cpu_blocks": engine.config.num_tier_slots,
         "enable_prefix_caching": engine.config.enable_prefix_caching,
         "prefix_caching_hash_algo": "sha256",
+        "cache_dtype": engine.config.kv_cache_dtype,
+        "sliding_window": None,
+        "hash_block_size": engine.config.block_size,
         "kv_cache_size_tokens": engine.num_kv_blocks * engine.config.block_size,
         "kv_cache_max_concurrency": round(max_concurrency(engine), 2),
         "engine": ENGINE,

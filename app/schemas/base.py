@@ -17,7 +17,12 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "use_beam_search": (False,),
     "length_penalty": (1, 1.0),
     "prompt_embeds": (),
+    "messages": (),
+    "tools": (),
+    "tool_choice": ("none", "auto"),
+    "top_logprobs": (0,),
     # chat
+    "prompt": (),
     "echo": (False,),
     "best_of": (1,),
     "functions": (),

@@ -124,6 +124,8 @@ async def test_logprobs_list_every_token_with_its_bytes():
         ({"messages": [{"role": "user", "content": 7}]}, "messages"),
         ({"messages": [{"content": "x"}]}, "messages"),
         ({"top_logprobs": 2}, "top_logprobs"),
+        ({"top_logprobs": 21, "logprobs": True}, "top_logprobs"),
+        ({"prompt": "x"}, "prompt"),
         ({"logprobs": 1}, "logprobs"),
         ({"modalities": ["text", "audio"]}, "modalities"),
         ({"audio": {"voice": "x"}}, "audio"),

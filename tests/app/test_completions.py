@@ -341,6 +341,9 @@ async def refused(server: RunningServer, **body: Any) -> tuple[int, str | None]:
     [
         ({}, "prompt"),
         ({"suffix": "x"}, "suffix"),
+        ({"messages": []}, "messages"),
+        ({"top_logprobs": 2}, "top_logprobs"),
+        ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools"),
         ({"best_of": 2, "n": 3}, "best_of"),
         ({"best_of": 2, "stream": True}, "best_of"),
         ({"best_of": -1}, "best_of"),

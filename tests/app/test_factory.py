@@ -81,3 +81,6 @@ async def test_browsers_may_do_what_the_flags_allow(origin: str, method: str, he
     assert status == preflight.status_code
     assert ("http://a" if origin == "http://a" else None) == answer.headers.get("access-control-allow-origin")
     assert "true" == answer.headers["access-control-allow-credentials"]
+    assert {"x-request-id", "request-id", "retry-after"} == set(
+        answer.headers["access-control-expose-headers"].split(", ")
+    )

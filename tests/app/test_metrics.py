@@ -23,6 +23,7 @@ NAMES_AT_START = {
     "vllm:request_success_total{finished_reason=error}",
     "vllm:request_success_total{finished_reason=repetition}",
     "vllm:admission_rejections_total{reason=max_num_queued_reqs}",
+    "vllm:admission_rejections_total{reason=max_num_queued_tokens}",
     "vllm:time_to_first_token_seconds_count",
     "vllm:inter_token_latency_seconds_count",
     "vllm:e2e_request_latency_seconds_count",
@@ -53,6 +54,9 @@ async def test_the_text_is_of_the_version_that_every_scraper_reads():
     assert "text/plain; version=0.0.4; charset=utf-8" == response.headers["content-type"]
     assert 'vllm:num_requests_running{engine="0",model_name="name"} 0.0' in response.text
     assert re.search(r'vllm:cache_config_info{block_size="4",.*engine="0",.*num_gpu_blocks="64".*} 1.0', response.text)
+    assert {"cache_dtype", "hash_block_size", "num_cpu_blocks", "sliding_window"} <= set(
+        re.findall(r"(\w+)=", re.findall("vllm:cache_config_info{.*}", response.text)[0])
+    )
     assert "# TYPE vllm:iteration_tokens_total histogram" in response.text
 
 
@@ -116,7 +120,7 @@ async def test_random_paths_and_methods_make_one_label_only():
     } == {name for name in found if name.startswith("http_requests_total")}
 
 
-@pytest.mark.parametrize("path", ["/metrics", "/health", "/ping", "/load", "/version", "/ready"])
+@pytest.mark.parametrize("path", ["/metrics", "/health", "/ping", "/load", "/version", "/ready", "/server_info"])
 async def test_probes_are_not_counted(path: str):
     async with in_process() as server:
         await server.client.get(path)

@@ -27,7 +27,7 @@ async def five_times(server: RunningServer) -> tuple[set[str], list[int]]:
 async def test_bc_051_the_first_answer_cold_and_all_later_ones_cached_are_the_same(
     serve: Serve, speculation: str | None
 ):
-    """vllm-project/vllm#40896: the first greedy answer after the start differed from all later ones."""
+    """BC-051, vllm-project/vllm#40896: the first greedy answer after the start differed from all later ones."""
     caching = await serve(block_size=16, speculative_config=speculation)
     plain = await serve(block_size=16, speculative_config=speculation, enable_prefix_caching=False)
     texts, cached = await five_times(caching)
@@ -40,7 +40,7 @@ async def test_bc_051_the_first_answer_cold_and_all_later_ones_cached_are_the_sa
 
 @SPECULATION
 async def test_bc_053_a_prompt_of_several_samples_is_counted_and_computed_once(serve: Serve, speculation: str | None):
-    """vllm-project/vllm#56923: counters mixed prompt length, computed tokens and hits. Here samples are forked."""
+    """BC-053, vllm-project/vllm#56923: counters mixed prompt length, computed tokens and hits. Samples are forked."""
     server = await serve(block_size=16, speculative_config=speculation)
     asked = {"A" + STORY[:58]: 2, "B" + STORY[:57]: 4, "C" + STORY[:58]: 8}
     usages = []
@@ -61,7 +61,7 @@ async def test_bc_053_a_prompt_of_several_samples_is_counted_and_computed_once(s
 
 
 async def test_bc_053_warm_samples_share_what_the_prompt_hits(serve: Serve):
-    """Computed and hit make up the prompt once, not n times."""
+    """BC-053: computed and hit make up the prompt once, not n times."""
     server = await serve(block_size=16)
     for _ in range(2):
         answer = (await server.complete(prompt=STORY[:59], n=4, max_tokens=2, ignore_eos=True)).json()
@@ -78,7 +78,7 @@ async def test_bc_053_warm_samples_share_what_the_prompt_hits(serve: Serve):
 
 @pytest.mark.parametrize("n", [2, 4])
 async def test_bc_048_a_sample_is_what_it_would_be_among_more_samples_and_with_its_prompt_cached(serve: Serve, n: int):
-    """The seed decides each choice, not how many there are nor whether the prompt was computed for them."""
+    """BC-048: the seed decides each choice, not how many there are nor whether the prompt was computed for them."""
     server = await serve(block_size=16)
     body: dict[str, Any] = {"prompt": STORY[:59], "seed": 3, "temperature": 1, "max_tokens": 24, "ignore_eos": True}
     cold = [choice["text"] for choice in (await server.complete(**body, n=n)).json()["choices"]]

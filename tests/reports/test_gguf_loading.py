@@ -110,7 +110,10 @@ class Reference:
 
 
 def test_bc112_gguf_twin_answers_as_its_safetensors_and_the_reference(tmp_path: Path) -> None:
-    """q and k come in llama.cpp's row order; every tensor is equal after it is undone, and so is every answer."""
+    """BC-112, huggingface/transformers#31766: q and k come in llama.cpp's row order, which has to be undone.
+
+    Every tensor is equal then, and so is every answer.
+    """
     model = TinyModel()
     hf, gguf = write_safetensors_dir(model, tmp_path / "hf"), write_gguf(model, tmp_path / "model.gguf")
     for name, value in model.weights().items():
@@ -127,7 +130,7 @@ def test_bc112_gguf_twin_answers_as_its_safetensors_and_the_reference(tmp_path: 
 
 
 def test_bc112_rows_in_the_other_order_answer_otherwise(tmp_path: Path) -> None:
-    """What the test above would see of a loader that leaves the rows as they are."""
+    """BC-112: what the test above would see of a loader that leaves the rows as they are."""
     model = TinyModel()
     names = {"blk.0.attn_q.weight": "q", "blk.0.attn_k.weight": "k"}
     rows = {g: model.weights()[f"model.layers.0.self_attn.{x}_proj.weight"] for g, x in names.items()}
@@ -139,6 +142,7 @@ def test_bc112_rows_in_the_other_order_answer_otherwise(tmp_path: Path) -> None:
 
 
 def test_bc115_untied_output_matrix_is_used(tmp_path: Path) -> None:
+    """BC-115, 1bit-MONSTER/1bit-MONSTER#319, untied output matrix ignored."""
     model = TinyModel(output_is_rotated=True)
     weights = model.weights()
     tied = {name: value for name, value in weights.items() if name != "lm_head.weight"}
@@ -154,6 +158,7 @@ def test_bc115_untied_output_matrix_is_used(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("spelling", ["rope_type", "type"])
 def test_bc117_llama3_scaling_gives_the_published_frequencies(spelling: str, tmp_path: Path) -> None:
+    """BC-117, lablup/mlxcel#1355, llama3 rope scaling parsed but never applied."""
     expected = {
         0: 1.0,
         1: 0.66360124,
@@ -176,7 +181,7 @@ def test_bc117_llama3_scaling_gives_the_published_frequencies(spelling: str, tmp
 
 @pytest.mark.parametrize("kind", ["llama3", "linear"])
 def test_bc117_scaling_is_applied_to_long_prompts(kind: str, tmp_path: Path) -> None:
-    """Not only read: answers far into the context equal the reference's, and not the unscaled model's."""
+    """BC-117: not only read: answers far into the context equal the reference's, and not the unscaled model's."""
     scaling = {"rope_type": kind, "factor": 8.0}
     if kind == "llama3":
         scaling |= {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 64}
@@ -194,7 +199,7 @@ def test_bc117_scaling_is_applied_to_long_prompts(kind: str, tmp_path: Path) -> 
 
 @pytest.mark.parametrize("kind", ["gguf", "safetensors"])
 async def test_bc119_bos_comes_exactly_once(kind: str, tmp_path: Path, serve: Serve) -> None:
-    """Whether the template wrote it, the user did, or nobody."""
+    """BC-119, InfiniTensor/InfiniLM#388, BOS added twice: one comes, whoever wrote it, template, user or nobody."""
     model = TinyModel(adds_bos=True)
     path = write_gguf(model, tmp_path / "m.gguf") if kind == "gguf" else write_safetensors_dir(model, tmp_path / "hf")
     server = await serve(model=str(path), num_kv_blocks=64, cache_dir=tmp_path / "cache")

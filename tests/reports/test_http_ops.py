@@ -18,7 +18,7 @@ MIB = 2**20
 
 
 async def test_bc_085_every_route_asks_for_the_key_but_those_documented_as_open(serve: Serve):
-    """vllm-project/vllm#58144: the key was asked for on /v1 only, and other routes led to the same handlers."""
+    """BC-085, vllm-project/vllm#58144: the key was asked for on /v1 only, and other routes led to the same handlers."""
     server = await serve(api_key=("k",))
     right = {"Authorization": "bearer k"}
     document = (await server.client.get("/openapi.json", headers=right)).json()
@@ -40,7 +40,7 @@ async def test_bc_085_every_route_asks_for_the_key_but_those_documented_as_open(
 
 
 async def test_bc_086_a_browsers_preflight_needs_no_key(serve: Serve):
-    """vllm-project/vllm#4862: OPTIONS came back as 401, and the browser never sent its request."""
+    """BC-086, vllm-project/vllm#4862: OPTIONS came back as 401, and the browser never sent its request."""
     server = await serve(api_key=("k",))
     origin, path = {"Origin": "https://page.example"}, "/v1/chat/completions"
     asked = {"Access-Control-Request-Method": "POST", "Access-Control-Request-Headers": "authorization"}
@@ -55,7 +55,7 @@ async def test_bc_086_a_browsers_preflight_needs_no_key(serve: Serve):
 
 
 async def test_bc_087_sigterm_lets_running_streams_end(tmp_path: Path):
-    """vllm-project/vllm#36666: at scale-down the process ended at once, and all answers in flight were lost."""
+    """BC-087, vllm-project/vllm#36666: at scale-down the process ended at once, and all answers in flight were lost."""
     body = {"prompt": "Once upon a time", "max_tokens": 120, "temperature": 0, "ignore_eos": True, "stream": True}
     started = [asyncio.Event() for _ in range(5)]
     with serving(tmp_path) as server:
@@ -98,7 +98,7 @@ async def _is_taken(url: str) -> bool:
 @pytest.mark.parametrize("size_mib", [64, 192])
 @pytest.mark.parametrize("declares", [True, False], ids=["content-length", "chunked"])
 async def test_bc_090_a_huge_body_is_refused_before_it_is_read_whole(serve: Serve, size_mib: int, declares: bool):
-    """HKUDS/LightRAG#3544: 64 MiB stopped every answer for a minute, and the memory was not given back."""
+    """BC-090, HKUDS/LightRAG#3544: 64 MiB stopped every answer for a minute, and the memory was not given back."""
     server = await serve()
     sent: list[int] = []
     response = await server.client.post(
@@ -113,6 +113,7 @@ async def test_bc_090_a_huge_body_is_refused_before_it_is_read_whole(serve: Serv
 
 
 async def test_bc_090_probes_are_answered_while_a_huge_body_comes():
+    """BC-090, no request body limit."""
     async with live() as server:
         sent: list[int] = []
         posting = asyncio.create_task(server.client.post("/v1/completions", content=_body(192, sent)))
@@ -133,6 +134,7 @@ async def _body(size_mib: int, sent: list[int]) -> AsyncIterator[bytes]:
 
 
 async def test_bc_090_a_body_that_trickles_in_is_cut_by_a_timeout():
+    """BC-090, no request body limit."""
     async with live(body_timeout=0.2) as server:
         reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
         writer.write(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 1000000\r\n\r\n")

@@ -55,7 +55,7 @@ def assert_scored(lists: Any) -> None:
 
 @pytest.mark.parametrize("more", [{"top_p": 0.3}, {"top_k": 1}, {"logit_bias": {"101": -100}}], ids=str)
 async def test_bc_021_every_number_is_finite(serve: Serve, more: dict[str, Any]):
-    """sgl-project/sglang#5984: a low temperature with top_p made some log-probabilities infinite, and JSON broke."""
+    """BC-021, sgl-project/sglang#5984: a low temperature with top_p made some numbers infinite, and JSON broke."""
     server = await serve()
     asked = {"prompt": "p", "temperature": 0.01, "max_tokens": 50, "logprobs": 5, "seed": 1, "ignore_eos": True, **more}
     whole = await choice_of(server, **asked)
@@ -71,7 +71,7 @@ async def test_bc_021_every_number_is_finite(serve: Serve, more: dict[str, Any])
 
 @pytest.mark.parametrize("vocabulary", ["bytes", "byte-level BPE", "SentencePiece"])
 async def test_bc_023_echoed_tokens_and_offsets_add_up_to_the_text(serve: Serve, vocabulary: str, tmp_path: Path):
-    """vllm-project/vllm#5334: echoed tokens were decoded beside their neighbours, and did not join to the text."""
+    """BC-023, vllm-project/vllm#5334: echoed tokens, decoded beside their neighbours, did not join to the text."""
     asked = {"prompt": PROMPT, "echo": True, "logprobs": 1, "max_tokens": 5}
     if vocabulary == "SentencePiece":
         engine = Engine(EngineConfig(num_kv_blocks=64), replace(MODEL, vocab_size=512), spm(), count_only)
@@ -91,7 +91,7 @@ async def test_bc_023_echoed_tokens_and_offsets_add_up_to_the_text(serve: Serve,
 
 
 async def test_bc_025_echo_brings_the_prompts_logprobs(serve: Serve):
-    """ggml-org/llama.cpp#27174: only the generated token had one, and scoring came out at chance level."""
+    """BC-025, ggml-org/llama.cpp#27174: only the generated token had one, and scoring came out at chance level."""
     choice = await choice_of(await serve(), prompt="The sky is", echo=True, logprobs=1, max_tokens=1)
 
     assert 10 + 1 == len(choice["logprobs"]["tokens"])
@@ -102,7 +102,7 @@ async def test_bc_025_echo_brings_the_prompts_logprobs(serve: Serve):
 @pytest.mark.parametrize("prompt", ["The sky is", list(b"The sky is")], ids=["text", "ids"])
 @pytest.mark.parametrize("logprobs", [None, 2])
 async def test_bc_026_a_prompt_can_be_scored_without_generating(serve: Serve, prompt: Any, logprobs: int | None):
-    """vllm-project/vllm#2995: max_tokens 0 with echo failed, with log-probabilities or without."""
+    """BC-026, vllm-project/vllm#2995: max_tokens 0 with echo failed, with log-probabilities or without."""
     server = await serve()
     asked = {"prompt": prompt, "echo": True, "max_tokens": 0, "logprobs": logprobs}
     body = (await server.complete(**asked)).json()
@@ -119,7 +119,7 @@ async def test_bc_026_a_prompt_can_be_scored_without_generating(serve: Serve, pr
 
 @pytest.mark.parametrize("length", [33, 32, 31])
 async def test_bc_029_a_cached_prompt_is_scored_like_a_new_one(serve: Serve, length: int):
-    """vllm-project/vllm#8268: cached positions have no logits; a repeated prompt crashed or came back shifted."""
+    """BC-029, vllm-project/vllm#8268: cached positions have no logits: a repeated prompt crashed or was shifted."""
     server = await serve(block_size=16)
     prompt = list(b"Once upon a time there was a girl who lived")[:length]
     scored = {"prompt": prompt, "echo": True, "logprobs": 1, "max_tokens": 1}
@@ -133,7 +133,7 @@ async def test_bc_029_a_cached_prompt_is_scored_like_a_new_one(serve: Serve, len
 
 
 async def test_bc_030_a_prompt_in_chunks_has_one_complete_list(serve: Serve):
-    """vllm-project/vllm#14239: a prompt in pieces gave partial lists, or ended the engine."""
+    """BC-030, vllm-project/vllm#14239: a prompt in pieces gave partial lists, or ended the engine."""
     prompt = ("Once upon a time there was a girl who lived by the sea. " * 6)[:300]
     asked = {"prompt": prompt, "echo": True, "logprobs": 1, "max_tokens": 1}
     chunked, whole = await serve(max_num_batched_tokens=64), await serve(max_num_batched_tokens=4096)

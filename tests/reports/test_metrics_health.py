@@ -18,7 +18,7 @@ FINISHED = "vllm:request_success_total{finished_reason=%s}"
 
 
 async def test_bc_075_aborted_requests_are_counted(serve: Serve):
-    """vllm-project/vllm#31503: the abort label stayed at 0 although clients left."""
+    """BC-075, vllm-project/vllm#31503: the abort label stayed at 0 although clients left."""
     server = await serve(live=True)
     for _ in range(3):
         body = {"prompt": "p", "max_tokens": 1000, "stream": True, "ignore_eos": True}
@@ -34,7 +34,7 @@ async def test_bc_075_aborted_requests_are_counted(serve: Serve):
 
 
 async def test_bc_077_what_a_preemption_makes_compute_again_is_no_hit(serve: Serve):
-    """vllm-project/vllm#25780: random prompts showed a hit rate of 30 %, all of it recomputed tokens."""
+    """BC-077, vllm-project/vllm#25780: random prompts showed a hit rate of 30 %, all of it recomputed tokens."""
     server = await serve(block_size=16, num_kv_blocks=20, max_num_seqs=8)
     letters = random.Random(7)
     prompts = ["".join(letters.choices("abcdefghij", k=letters.randint(17, 60))) for _ in range(50)]
@@ -52,7 +52,7 @@ async def test_bc_077_what_a_preemption_makes_compute_again_is_no_hit(serve: Ser
 
 
 async def test_bc_080_paths_that_nobody_serves_make_no_series(serve: Serve):
-    """sgl-project/sglang#31193: each of a scanner's paths became a label, and /metrics grew without limit."""
+    """BC-080, sgl-project/sglang#31193: each of a scanner's paths became a label, and /metrics grew without limit."""
     server = await serve()
     await server.client.get("/nowhere")
     before = await server.metrics()
@@ -69,7 +69,7 @@ async def test_bc_080_paths_that_nobody_serves_make_no_series(serve: Serve):
 
 
 async def test_bc_082_a_dead_engine_shows_in_every_answer():
-    """kserve/kserve#6259: probes heard 200 after the engine had died, and requests hung."""
+    """BC-082, kserve/kserve#6259: probes heard 200 after the engine had died, and requests hung."""
     engine, steps = _mortal_engine(num_steps=5)
     async with in_process(engine) as server:
         body = {"prompt": "p", "max_tokens": 50, "stream": True}
@@ -99,7 +99,7 @@ def _mortal_engine(num_steps: int) -> tuple[Engine, list[int]]:
 
 @pytest.mark.parametrize(("size", "status"), [(5_000_000, 400), (27_000_000, 413)])
 async def test_bc_084_a_huge_prompt_is_refused_for_its_size(serve: Serve, size: int, status: int):
-    """vllm-project/vllm#24910: the health probe did not answer for 29 s while 27 MB were prepared."""
+    """BC-084, vllm-project/vllm#24910: the health probe did not answer for 29 s while 27 MB were prepared."""
     server = await serve()
     response = await server.chat(messages=[{"role": "user", "content": "x" * size}])
 
@@ -111,7 +111,7 @@ async def test_bc_084_a_huge_prompt_is_refused_for_its_size(serve: Serve, size: 
 async def test_bc_084_while_a_prompt_is_cut_into_tokens_everybody_else_is_served(
     serve: Serve, monkeypatch: pytest.MonkeyPatch
 ):
-    """Cutting waits here until a probe has been answered and a stream has ended."""
+    """BC-084: cutting waits here until a probe has been answered and a stream has ended."""
     server = await serve()
     is_served, tokenizer = threading.Event(), server.engine.tokenizer
     encode = tokenizer.encode

@@ -23,7 +23,7 @@ SPECULATION = pytest.mark.parametrize(
 async def test_bc_019_an_end_comes_right_behind_min_tokens(
     serve: Serve, speculation: str | None, sampling: dict[str, Any]
 ):
-    """vllm-project/vllm#46243: min_tokens = N forced N + 1 tokens before the end token was let through."""
+    """BC-019, vllm-project/vllm#46243: min_tokens = N forced N + 1 tokens before the end token was let through."""
     server = await serve(speculative_config=speculation)
     for way in WAYS:
         for min_tokens in (None, 0, 1, 2, 4, 9):

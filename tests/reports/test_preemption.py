@@ -32,7 +32,7 @@ async def preemptions(server: RunningServer) -> float:
 async def test_two_streams_that_outgrow_the_pool_say_what_they_say_alone(
     serve: Serve, sampling: dict[str, Any], speculation: str | None
 ):
-    """As reported: 10 blocks of 16, two streams that grow to 7 blocks each."""
+    """BC-060, vllm-project/vllm#16832, as reported: 10 blocks of 16, two streams that grow to 7 blocks each."""
     alone = await serve(speculative_config=speculation)
     expected = [(await answers(alone, "completion", [prompt], **sampling))[0].text for prompt in PROMPTS[:2]]
     server = await serve(speculative_config=speculation, num_kv_blocks=10, block_size=16)

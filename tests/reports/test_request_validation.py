@@ -26,7 +26,7 @@ async def assert_alive(server: RunningServer) -> None:
 
 
 async def test_bc_035_a_seed_outside_64_bits_is_refused(serve: Serve):
-    """vllm-project/vllm#4529: a seed of 2**64 passed validation and failed in the worker."""
+    """BC-035, vllm-project/vllm#4529: a seed of 2**64 passed validation and failed in the worker."""
     server = await serve()
     for seed in ("18446744073709551616", "9223372036854775808", "-9223372036854775809", "1.5", '"abc"', "true"):
         response = await post_literal(server, f'"seed": {seed}')
@@ -55,7 +55,7 @@ async def test_bc_035_a_seed_outside_64_bits_is_refused(serve: Serve):
 async def test_bc_037_sampling_fields_are_held_to_their_ranges(
     serve: Serve, name: str, bad: list[str], bounds: list[str]
 ):
-    """ggml-org/llama.cpp#19367: extreme floats hung or crashed the server."""
+    """BC-037, ggml-org/llama.cpp#19367: extreme floats hung or crashed the server."""
     server = await serve()
     for value in bad:
         response = await post_literal(server, f'"{name}": {value}')
@@ -68,7 +68,7 @@ async def test_bc_037_sampling_fields_are_held_to_their_ranges(
 
 
 async def test_bc_038_token_ids_outside_the_vocabulary_are_refused(serve: Serve):
-    """vllm-project/vllm#9634: ids beyond the embedding table ended the engine."""
+    """BC-038, vllm-project/vllm#9634: ids beyond the embedding table ended the engine."""
     server = await serve()
     vocab_size = server.engine.model_config.vocab_size
     running = asyncio.create_task(server.complete(prompt="p", **scripted(*("ab" * 50)), max_tokens=200))
@@ -82,7 +82,7 @@ async def test_bc_038_token_ids_outside_the_vocabulary_are_refused(serve: Serve)
 
 
 async def test_bc_039_an_empty_prompt_is_refused_and_blocks_nothing(serve: Serve):
-    """vllm-project/vllm#7746: a prompt without tokens killed the engine; this model's tokenizer adds no BOS."""
+    """BC-039, vllm-project/vllm#7746: a prompt without tokens killed the engine; this model's tokenizer adds no BOS."""
     server = await serve()
     for prompt in ("", [""], [], [[]], ["ok", ""]):
         response = await server.complete(prompt=prompt, max_tokens=1)
@@ -93,7 +93,7 @@ async def test_bc_039_an_empty_prompt_is_refused_and_blocks_nothing(serve: Serve
 
 
 async def test_bc_044_the_context_may_be_filled_and_not_passed(serve: Serve):
-    """vllm-project/vllm#23683: a prompt as long as the context tripped an assertion in the engine."""
+    """BC-044, vllm-project/vllm#23683: a prompt as long as the context tripped an assertion in the engine."""
     server = await serve(max_model_len=16)
     full = await server.complete(prompt="x" * 15, max_tokens=1)
     assert (1, "length") == (full.json()["usage"]["completion_tokens"], full.json()["choices"][0]["finish_reason"])
@@ -108,6 +108,7 @@ async def test_bc_044_the_context_may_be_filled_and_not_passed(serve: Serve):
 
 
 async def test_bc_044_without_a_limit_a_chat_gets_the_room_that_is_left(serve: Serve):
+    """BC-044, boundary of the context length crashes the runner."""
     template = "{{ messages[0].content }}"
     server = await serve(max_model_len=16, chat_template=template)
     body = (await server.chat(messages=[{"role": "user", "content": "x" * 15}])).json()
@@ -117,7 +118,7 @@ async def test_bc_044_without_a_limit_a_chat_gets_the_room_that_is_left(serve: S
 
 
 async def test_bc_032_a_bias_for_a_token_outside_the_vocabulary_is_refused(serve: Serve):
-    """vllm-project/vllm#16529: one such request ended the engine for everybody."""
+    """BC-032, vllm-project/vllm#16529: one such request ended the engine for everybody."""
     server = await serve()
     vocab_size = server.engine.model_config.vocab_size
     running = asyncio.create_task(server.complete(prompt="p", **scripted(*("ab" * 50)), max_tokens=200))
@@ -132,7 +133,7 @@ async def test_bc_032_a_bias_for_a_token_outside_the_vocabulary_is_refused(serve
 @pytest.mark.parametrize("speculation", [None, "null", '{"method": "ngram", "num_speculative_tokens": 3}'])
 @pytest.mark.parametrize("n", [1, 2])
 async def test_bc_033_a_bias_is_felt(serve: Serve, speculation: str | None, n: int):
-    """sgl-project/sglang#6171: tokens with a bias of -100 came all the same."""
+    """BC-033, sgl-project/sglang#6171: tokens with a bias of -100 came all the same."""
     server = await serve(speculative_config=speculation)
     asked: dict[str, Any] = {"prompt": "Once upon a time", "temperature": 0, "max_tokens": 5, "return_token_ids": True}
     usual = (await server.complete(**asked)).json()["choices"][0]["token_ids"]
@@ -146,7 +147,7 @@ async def test_bc_033_a_bias_is_felt(serve: Serve, speculation: str | None, n: i
 
 
 async def test_bc_041_one_prompt_too_long_refuses_the_list(serve: Serve):
-    """vllm-project/vllm#1655: the too-long one was answered twice and shifted the others."""
+    """BC-041, vllm-project/vllm#1655: the too-long one was answered twice and shifted the others."""
     server = await serve(max_model_len=64)
     response = await server.complete(prompt=["short", "x" * 200, "short too"], max_tokens=4)
     found = await server.metrics()
@@ -159,7 +160,7 @@ async def test_bc_041_one_prompt_too_long_refuses_the_list(serve: Serve):
 
 
 async def test_bc_042_choices_of_prompts_and_samples_are_all_there_and_numbered(serve: Serve):
-    """openai/openai-python#90: two prompts with n 2 gave only the last one's choices, numbered wrongly."""
+    """BC-042, openai/openai-python#90: two prompts with n 2 gave only the last one's choices, numbered wrongly."""
     server = await serve()
     asked: dict[str, Any] = {"prompt": ["alpha", "beta"], "n": 2, "best_of": 4, "echo": True, "max_tokens": 5}
     body = (await server.complete(**asked, seed=1, temperature=1, ignore_eos=True)).json()

@@ -8,7 +8,7 @@ HELLO = [{"role": "user", "content": "Hi"}]
 
 
 async def test_bc_059_a_prompt_larger_than_the_kv_cache_is_refused_at_once(serve: Serve):
-    """vllm-project/vllm#35541: it was retried for ever and blocked everything behind it."""
+    """BC-059, vllm-project/vllm#35541: it was retried for ever and blocked everything behind it."""
     server = await serve(num_kv_blocks=50, block_size=16, max_model_len=2048)
     large, short, long_output = await asyncio.gather(
         server.complete(prompt=[7] * 1002, max_tokens=1),
@@ -26,7 +26,7 @@ async def test_bc_059_a_prompt_larger_than_the_kv_cache_is_refused_at_once(serve
 
 
 async def test_bc_065_three_hundred_streams_left_early_leave_nothing_behind(serve: Serve):
-    """InternLM/lmdeploy#1788: after some hundred aborted streams the server stopped answering."""
+    """BC-065, InternLM/lmdeploy#1788: after some hundred aborted streams the server stopped answering."""
     server = await serve(live=True, max_num_seqs=8)
     body = {"messages": HELLO, "max_tokens": 1000, "stream": True, "ignore_eos": True}
 
@@ -45,7 +45,7 @@ async def test_bc_065_three_hundred_streams_left_early_leave_nothing_behind(serv
 
 
 async def test_bc_066_a_request_whose_client_left_the_queue_is_never_computed(serve: Serve):
-    """ggml-org/llama.cpp#13262: a waiting request was generated although its client had gone."""
+    """BC-066, ggml-org/llama.cpp#13262: a waiting request was generated although its client had gone."""
     server = await serve(live=True, max_num_seqs=1)
     # Long enough to outlast the other's coming and going: it ends when this test lets go of it.
     body = {"prompt": "A", "stream": True, "max_tokens": 4000, "ignore_eos": True}

@@ -32,7 +32,7 @@ def text_of(response: httpx.Response) -> str:
 async def test_bc_062_a_prompt_that_is_wholly_cached_is_answered_as_it_was(
     serve: Serve, num_tokens: int, speculation: str | None
 ):
-    """GeeeekExplorer/nano-vllm#144: with nothing left to compute the prefill was empty, and failed."""
+    """BC-062, GeeeekExplorer/nano-vllm#144: with nothing left to compute the prefill was empty, and failed."""
     server = await serve(block_size=16, speculative_config=speculation)
     body: dict[str, Any] = {"prompt": STORY[:num_tokens], "temperature": 0, "max_tokens": 8}
     first = await server.complete(**body)
@@ -45,6 +45,7 @@ async def test_bc_062_a_prompt_that_is_wholly_cached_is_answered_as_it_was(
 
 
 async def test_bc_062_two_cold_ones_at_once(serve: Serve):
+    """BC-062, fully cached prompt leaves zero tokens to compute."""
     server = await serve(block_size=16)
     body: dict[str, Any] = {"prompt": STORY[:32], "temperature": 0, "max_tokens": 8}
     together = await asyncio.gather(server.complete(**body), server.complete(**body))
@@ -54,7 +55,7 @@ async def test_bc_062_two_cold_ones_at_once(serve: Serve):
 
 
 async def test_bc_064_a_stream_gets_a_token_in_every_step_of_a_long_prompt():
-    """vllm-project/vllm#1026: while a long prompt was processed no running request got a token."""
+    """BC-064, vllm-project/vllm#1026: while a long prompt was processed no running request got a token."""
     steps: list[dict[int, bool]] = []  # by prompt length: is a token yielded?
     gate = Gate()
 
@@ -97,7 +98,7 @@ async def mixed_load(server: RunningServer) -> None:
 
 
 async def test_bc_071_books_balance_at_idle_each_time(serve: Serve):
-    """sgl-project/sglang#35270: cached pages were counted twice and an idle check stopped the server.
+    """BC-071, sgl-project/sglang#35270: cached pages were counted twice and an idle check stopped the server.
 
     Here cached is part of free, so that at idle free is all, and after a reset nothing is cached.
     """
@@ -121,7 +122,7 @@ async def test_bc_071_books_balance_at_idle_each_time(serve: Serve):
 
 
 async def test_bc_072_a_user_a_salt_and_a_key_of_the_same_name_are_three_things(serve: Serve):
-    """vllm-project/vllm#44701: an adapter's name and a cache salt gave the same hash, one tenant hit the other's cache.
+    """BC-072, vllm-project/vllm#44701: an adapter's name and a cache salt gave one hash, and tenants hit each other's.
 
     A user is nobody's tenant and separates nothing, so that who names none hits what a user computed.
     """
@@ -139,6 +140,7 @@ async def test_bc_072_a_user_a_salt_and_a_key_of_the_same_name_are_three_things(
 
 
 async def test_bc_072_an_alias_of_the_model_shares_with_the_model_and_not_with_a_salt_of_its_name(serve: Serve):
+    """BC-072, prefix-cache keys of different kinds collide."""
     server = await serve(served_model_name=("octavo-tiny", SALT))
 
     async def cached(**fields: str) -> int:

@@ -54,7 +54,7 @@ SAMPLING: list[dict[str, Any]] = [
 
 @pytest.mark.parametrize("speculation", [look_up(4), look_up(1), DRAFT_MODEL], ids=["look-up", "one", "draft model"])
 async def test_bc_054_repeated_prompts_are_answered_as_without_speculation(serve: Serve, speculation: str):
-    """vllm-project/vllm#41758, speculation changes greedy output: a prompt that repeats itself, and n-gram drafts."""
+    """BC-054, vllm-project/vllm#41758, speculation changes greedy output: repetitive prompts and look-up."""
     drafting, plain = await serve(speculative_config=speculation), await serve(speculative_config=OFF)
     for prompt in REPEATED:
         for sampling in SAMPLING:
@@ -69,7 +69,7 @@ async def test_bc_054_repeated_prompts_are_answered_as_without_speculation(serve
 @SPECULATION
 @pytest.mark.parametrize("num_tokens", [4, 2, 1])
 async def test_bc_057_drafts_end_where_the_context_does(serve: Serve, speculation: str, num_tokens: int):
-    """vllm-project/vllm#42533, drafts run past the context limit: a repetitive prompt with little room behind it."""
+    """BC-057, vllm-project/vllm#42533, drafts run past the context limit: repetition, and little room behind it."""
     server = await serve(speculative_config=speculation, max_model_len=64, num_kv_blocks=8, block_size=16)
     prompt = ("ab" * 32)[: 64 - num_tokens]
     for way in ("completion", "streamed completion"):
@@ -102,7 +102,7 @@ async def test_a_prediction_ends_where_the_context_does(serve: Serve, speculatio
 
 @pytest.mark.parametrize("way", WAYS)
 async def test_bc_058_drafts_behind_an_end_are_not_counted_as_accepted(serve: Serve, way: str):
-    """vllm-project/vllm#56101, acceptance metrics overcount after EOS in the draft: the third of five is the end."""
+    """BC-058, vllm-project/vllm#56101, acceptance metrics overcount after EOS in the draft: the third of five."""
     server = await serve(speculative_config=look_up(5), per_request_spec_decode_metrics="detailed")
     script = scripted(["a", "b", "!", "d", "e", "f"])
     answer = await ask(server, way, **script, stop_token_ids=[ord("!")], max_tokens=20)

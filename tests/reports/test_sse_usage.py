@@ -17,8 +17,8 @@ KINDS = ("chat", "completion")
 
 async def ask(server: RunningServer, kind: str, **body: Any) -> Response:
     if kind == "chat":
-        return await server.chat(messages=HELLO, **body)
-    return await server.complete(prompt="Hi", **body)
+        return await server.chat(**{"messages": HELLO, **body})
+    return await server.complete(**{"prompt": "Hi", **body})
 
 
 def chunks(response: Response) -> list[Any]:
@@ -31,7 +31,7 @@ def chunks(response: Response) -> list[Any]:
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("n", [1, 2])
 async def test_bc_093_usage_is_null_but_in_one_last_chunk_without_choices(serve: Serve, kind: str, n: int):
-    """vllm-project/vllm#7262: it stood in every chunk, or the last one had choices."""
+    """BC-093, vllm-project/vllm#7262: it stood in every chunk, or the last one had choices."""
     server = await serve(enable_prefix_caching=False)
     asked = {**scripted("Hel", "lo", " there"), "n": n, "max_tokens": 9}
     whole = (await ask(server, kind, **asked)).json()
@@ -46,7 +46,7 @@ async def test_bc_093_usage_is_null_but_in_one_last_chunk_without_choices(serve:
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(("max_tokens", "reason"), [(9, "stop"), (2, "length")])
 async def test_bc_095_finish_reason_is_null_until_the_last_chunk(serve: Serve, kind: str, max_tokens: int, reason: str):
-    """sgl-project/sglang#3912: it was an empty string, or missing, and strict clients failed."""
+    """BC-095, sgl-project/sglang#3912: it was an empty string, or missing, and strict clients failed."""
     server = await serve()
     asked = {**scripted("Hel", "lo", " there"), "max_tokens": max_tokens, "n": 2}
     events = chunks(await ask(server, kind, **asked, stream=True))
@@ -70,9 +70,13 @@ async def test_bc_095_finish_reason_is_null_until_the_last_chunk(serve: Serve, k
 
 @pytest.mark.parametrize("kind", KINDS)
 async def test_bc_098_a_stream_that_cannot_start_is_refused_with_a_status(serve: Serve, kind: str):
-    """BerriAI/litellm#6054: invalid requests came back as HTTP 200 with the error inside."""
+    """BC-098, BerriAI/litellm#6054: invalid requests came back as HTTP 200 with the error inside."""
     server = await serve(max_model_len=64)
-    bad = {"max_tokens": (1000, 400), "temperature": (9, 400), "model": ("gpt-9", 404)}
+    bad: dict[str, tuple[Any, int]] = {"max_tokens": (1000, 400), "temperature": (9, 400), "model": ("gpt-9", 404)}
+    too_long = "x" * 65
+    bad |= (
+        {"messages": ([{"role": "user", "content": too_long}], 400)} if kind == "chat" else {"prompt": (too_long, 400)}
+    )
     for name, (value, status) in bad.items():
         response = await ask(server, kind, **{name: value}, stream=True)
         assert (status, "application/json") == (response.status_code, response.headers["content-type"]), name
@@ -81,6 +85,7 @@ async def test_bc_098_a_stream_that_cannot_start_is_refused_with_a_status(serve:
 
 @pytest.mark.parametrize("kind", KINDS)
 async def test_bc_098_a_fault_on_the_way_is_one_error_event_and_no_finish_reason(serve: Serve, kind: str):
+    """BC-098, errors wrapped in a 200 stream."""
     server = await serve(enable_fault_injection=True)
     asked = {**scripted(*"abcdef"), "max_tokens": 9, "fault": {"type": "error", "after_events": 3}}
     *events, error = chunks(await ask(server, kind, **asked, stream=True))

@@ -42,6 +42,7 @@ BORDERS = [
 async def test_nothing_of_a_stop_string_across_tokens_is_shown(
     serve: Serve, speculation: str | None, tokens: Any, stop: list[str], text: str, num_tokens: int
 ):
+    """BC-006, partial stop sequence leaked to the client."""
     server = await serve(speculative_config=speculation)
     for way in WAYS:
         for script in paces(*tokens):
@@ -87,6 +88,7 @@ INSIDE = [
 async def test_text_before_a_stop_string_within_a_token_is_kept(
     serve: Serve, speculation: str | None, tokens: Any, stop: list[str], without: str, with_it: str
 ):
+    """BC-007, held-back text lost at the end of the stream."""
     server = await serve(speculative_config=speculation)
     for way in WAYS:
         for script in paces(*tokens):
@@ -141,6 +143,7 @@ SEVERAL = [
 async def test_the_first_stop_string_in_the_text_counts_not_the_first_in_the_list(
     serve: Serve, speculation: str | None, tokens: Any, stop: list[str], text: str, stop_reason: str
 ):
+    """BC-010, wrong stop chosen when several complete in one multi-token step."""
     server = await serve(speculative_config=speculation)
     for way in WAYS:
         for script in paces(*tokens):
@@ -183,6 +186,7 @@ async def test_a_model_stops_at_the_same_place_with_speculation_and_without(serv
 async def test_a_stop_within_the_budget_beats_its_end(
     serve: Serve, speculation: str | None, position: int, text: str, reason: str, num_tokens: int
 ):
+    """BC-012, length cap checked before an earlier stop in the same step."""
     server = await serve(speculative_config=speculation)
     tokens = list("abcdef")
     tokens[position] = "STOP"
@@ -208,6 +212,7 @@ MESSAGES = [{"role": "user", "content": "Hello!"}]
 
 
 async def test_no_stop_null_and_an_empty_list_are_the_same(serve: Serve):
+    """BC-014, empty stop string accepted."""
     server = await serve()
     for way in WAYS:
         body: dict[str, Any] = {"prompt": "Once upon a time", "temperature": 0, "max_tokens": 20}

@@ -22,6 +22,7 @@ def bytewise(text: str) -> list[bytes]:
 
 @SPECULATION
 async def test_a_character_of_several_tokens_arrives_whole(serve: Serve, speculation: str | None):
+    """BC-001, incomplete UTF-8 sequence emitted as U+FFFD."""
     server = await serve(speculative_config=speculation)
     for character in CHARACTERS:
         pieces = bytewise(character)
@@ -100,6 +101,7 @@ async def test_a_model_that_speaks_in_broken_bytes_streams_what_it_says_whole(se
 
 @SPECULATION
 async def test_a_budget_that_ends_within_a_character_leaves_one_replacement(serve: Serve, speculation: str | None):
+    """BC-002, crash / invalid output when the budget ends mid-character."""
     server = await serve(speculative_config=speculation)
     for character in CHARACTERS:
         lead = bytewise(character)[: len(character[0].encode()) - 1]  # all of the first character but its last byte
@@ -155,6 +157,7 @@ SPACES = [
 
 
 async def test_white_space_arrives_as_it_was_said(serve: Serve):
+    """BC-004, whitespace lost between stream chunks."""
     server = await serve()
     for text in SPACES:
         words = [word for word in text.replace(" ", "\0 \0").split("\0") if word]
