@@ -25,6 +25,7 @@ from core.scheduling.drafting import DraftPolicy, FixedDrafts
 from core.scheduling.planner import StepPlanner
 from core.scheduling.policy import FirstComeFirstServed
 from core.scheduling.preemption import Swaps, always_swap
+from core.scheduling.publishing import BlockPublisher
 from core.scheduling.queues import RequestQueues, family_size
 from core.scheduling.stopping import StopTracker
 from core.step import Execute, ModelRunnerOutput, SampledTokens, ScheduledRequest, SchedulerOutput, count_only
@@ -101,9 +102,8 @@ class ContinuousBatchingScheduler:
         )
         self._execute = execute
         self._max_model_len = max_model_len
-        self._publishes = enable_prefix_caching
+        self._publisher = BlockPublisher(block_manager, ghost) if enable_prefix_caching else None
         self._tier = tier
-        self._ghost = ghost
         self._trackers: dict[str, StopTracker] = {}
         self._outputs: list[RequestOutput] = []
         self._pinned: list[int] = []  # sources of block copies that the plan under way reads
@@ -274,10 +274,13 @@ class ContinuousBatchingScheduler:
         if not yielding and scheduled.catches_up:
             self._finish_empty([request, *born])
         if request.request_id in result.draft_computed:
-            self._advance_draft(request, result.draft_computed[request.request_id])
+            # The draft model ran over drafts that may have been rejected.
+            num_draft_computed = result.draft_computed[request.request_id]
+            request.num_draft_computed_tokens = min(num_draft_computed, request.num_computed_tokens)
         if scheduled.num_draft_slots:  # those rejected give their slots back
             self.block_manager.truncate(request.request_id, request.num_computed_tokens)
-        self._publish(request)
+        if self._publisher is not None:
+            self._publisher.publish(request)
         return [request, *born]
 
     def _record_prompt_logprobs(self, scheduled: ScheduledRequest, result: ModelRunnerOutput) -> None:
@@ -319,28 +322,6 @@ class ContinuousBatchingScheduler:
                     break
         drafts = sampled.outcome(request.num_tokens - num_before) if sampled.num_draft_tokens else None
         self._outputs.append(tracker.take_output(drafts))
-
-    def _advance_draft(self, request: Request, computed: int) -> None:
-        # The draft model ran over drafts that may have been rejected.
-        request.num_draft_computed_tokens = min(computed, request.num_computed_tokens)
-
-    def _publish(self, request: Request) -> None:
-        """Make the blocks that this step has filled findable."""
-        if not self._publishes or request.is_unshareable:
-            return
-        manager = self.block_manager
-        # A stop inside an accepted run leaves tokens with KV that the request does not have.
-        num_full = min(request.num_computed_tokens, len(request.token_ids)) // manager.block_size
-        if num_full > request.num_published_blocks:
-            hashes = request.block_hashes(manager.block_size, num_full)
-            manager.publish(request.request_id, hashes)
-            if self._ghost is not None:
-                self._ghost.publish(hashes[request.num_published_blocks :])
-            request.num_published_blocks = num_full
-        num_filled = min(request.num_draft_computed_tokens // manager.block_size, num_full)
-        if num_filled > request.num_draft_filled_blocks:
-            manager.mark_draft_filled(request.request_id, request.num_draft_filled_blocks, num_filled)
-            request.num_draft_filled_blocks = num_filled
 
     # When a step raises
 
