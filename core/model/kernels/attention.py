@@ -12,7 +12,7 @@ from numba import njit, types
 from numba.extending import overload
 
 from core.model.kernels.claims import claim, complete, wait
-from core.model.kernels.elementwise import bfloat16, is_finite, pack, rotate_head
+from core.model.kernels.elementwise import address, bfloat16, is_finite, pack, rotate_head
 from core.model.kernels.simd import LANES, WORD_BYTES, exp, prefetch, soften, tile
 
 CHUNK = 128  # context tokens between two looks at the running maximum
@@ -82,28 +82,30 @@ def rotate_and_store(sync, phase, rank, sizes, layer, batch, cache, scratch):
     A row whose key or value is not finite is not stored, and scratch.fault says so: what once got into the pool would
     spoil whoever is given the block next.
     """
-    qkv, head_dim, num_rows = scratch.qkv, sizes.head_dim, batch.token_ids.shape[0]
+    qkv, head, query, head_dim = scratch.qkv, scratch.head, scratch.query, sizes.head_dim
+    num_rows, half = batch.token_ids.shape[0], head_dim // 2
     k_start = sizes.num_heads * head_dim
     v_start = k_start + sizes.num_kv_heads * head_dim
     scale = np.float32(1) / np.sqrt(np.float32(head_dim))
+    head_at = address(head, rank)
     num_units = -(-num_rows // LANES)
     unit = claim(sync, phase)
     while unit < num_units:
         for row in range(unit * LANES, min(num_rows, (unit + 1) * LANES)):
-            position = batch.positions[row]
-            for head in range(sizes.num_heads):
-                rotate_head(scratch.head, rank, qkv, row, head * head_dim, sizes.cos, sizes.sin, position, scale)
-                pack(scratch.query, scratch.no_scales, row, head * head_dim, scratch.head, rank, 0, head_dim, head_dim)
+            angle = batch.positions[row] * half * WORD_BYTES
+            cos, sin = sizes.cos.ctypes.data + angle, sizes.sin.ctypes.data + angle
+            row_at, query_at = address(qkv, row), address(query, row)
+            for i in range(sizes.num_heads):
+                rotate_head(head_at, row_at + i * head_dim * WORD_BYTES, cos, sin, half, scale)
+                pack(query, query_at, 0, i * head_dim, head_at, head_dim, head_dim)
             if not is_finite(qkv, row, k_start, 2 * sizes.num_kv_heads * head_dim):
                 scratch.fault[0] = layer + 1
                 continue
             block, offset = batch.slots[row] // sizes.block_size, batch.slots[row] % sizes.block_size
-            for head in range(sizes.num_kv_heads):
-                rotate_head(
-                    scratch.head, rank, qkv, row, k_start + head * head_dim, sizes.cos, sizes.sin, position, _NO_SCALE
-                )
-                put_key(cache.keys, layer, block, head, offset, scratch.head, rank)
-                put_value(cache.value_slots, layer, block, head, offset, qkv, row, v_start + head * head_dim)
+            for i in range(sizes.num_kv_heads):
+                rotate_head(head_at, row_at + (k_start + i * head_dim) * WORD_BYTES, cos, sin, half, _NO_SCALE)
+                put_key(cache.keys, layer, block, i, offset, head, rank)
+                put_value(cache.value_slots, layer, block, i, offset, qkv, row, v_start + i * head_dim)
         complete(sync, phase)
         unit = claim(sync, phase)
     wait(sync, phase, num_units)
@@ -157,32 +159,40 @@ def _weigh(words, x_at, x_stride, num_rows, w_at, head_dim, num_steps, out_at):
 @njit(nogil=True, error_model="numpy")
 def _take_queries(base, num_rows, first_row, first_head, heads, scratch):
     """Queries of a tile, one after another; nothing seen yet."""
-    query_words = scratch.queries.shape[1]
+    queries, source, output = scratch.queries, scratch.query, scratch.output
+    query_words, head_dim = queries.shape[1], output.shape[1]
     for i in range(num_rows):
-        start = (first_head + i % heads) * query_words
+        row, start = first_row + i // heads, (first_head + i % heads) * query_words
         for j in range(query_words):
-            scratch.queries[base + i, j] = scratch.query[first_row + i // heads, start + j]
+            queries[base + i, j] = source[row, start + j]
+        for j in range(head_dim):
+            output[base + i, j] = 0
         scratch.top[base + i] = -np.inf
         scratch.total[base + i] = 0
-        for j in range(scratch.output.shape[1]):
-            scratch.output[base + i, j] = 0
 
 
 @njit(nogil=True, error_model="numpy")
-def _weights_of(row, num_visible, scratch):
-    """One row of scores to weights; what the row has summed so far shrinks by as much as its maximum grew."""
-    scores, output = scratch.scores, scratch.output
-    for j in range(max(num_visible, 0), CHUNK):
-        scores[row, j] = -np.inf
-    top = scratch.top[row]
-    new_top, total = soften(scores.ctypes.data + row * CHUNK * WORD_BYTES, CHUNK, top)
-    decay = exp(top - new_top)
-    scratch.top[row] = new_top
-    scratch.total[row] = scratch.total[row] * decay + total
-    if decay != 1:
-        for j in range(output.shape[1]):
-            output[row, j] *= decay
-    pack(scratch.weights, scratch.no_scales, row, 0, scores, row, 0, CHUNK, CHUNK)
+def _soften_rows(base, num_rows, heads, num_visible, scratch):
+    """Scores of a tile to weights; what a row has summed so far shrinks by as much as its maximum grew.
+
+    `num_visible` tokens of the chunk may be seen by the first position, one more by each that follows.
+    """
+    scores, output, weights = scratch.scores, scratch.output, scratch.weights
+    tops, totals, head_dim = scratch.top, scratch.total, output.shape[1]
+    for row in range(base, base + num_rows):
+        for j in range(max(num_visible + (row - base) // heads, 0), CHUNK):
+            scores[row, j] = -np.inf
+        top = tops[row]
+        score_at = address(scores, row)
+        new_top, total = soften(score_at, CHUNK, top)
+        if new_top != top:
+            decay = exp(top - new_top)
+            tops[row] = new_top
+            totals[row] *= decay
+            for j in range(head_dim):
+                output[row, j] *= decay
+        totals[row] += total
+        pack(weights, address(weights, row), 0, 0, score_at, CHUNK, CHUNK)
 
 
 @njit(nogil=True, error_model="numpy")
@@ -212,11 +222,10 @@ def _attend_tile(tile_index, group, rank, sizes, layer, batch, cache, scratch):
             _score(keys, q_at, query_words, num_rows, keys.ctypes.data + at * WORD_BYTES, query_words,
                    score_at + part * LANES * WORD_BYTES)  # fmt: skip
             at = ((layer * keys.shape[1] + block) * keys.shape[2] + group) * values.shape[3]
-            at = (at + token % sizes.block_size // LANES * part_steps) * head_dim
+            at = (at + token % sizes.block_size // LANES * part_steps) * head_dim  # the weights come next
             for line in range(0, part_steps * head_dim, LANES):
                 prefetch(values.ctypes.data + (at + line) * WORD_BYTES)
-        for i in range(num_rows):
-            _weights_of(base + i, position + i // heads + 1 - start, scratch)
+        _soften_rows(base, num_rows, heads, position + 1 - start, scratch)
         for part in range(num_parts):
             token = start + part * LANES
             block = batch.tables[span, token // sizes.block_size]
@@ -224,12 +233,15 @@ def _attend_tile(tile_index, group, rank, sizes, layer, batch, cache, scratch):
             at = (at + token % sizes.block_size // LANES * part_steps) * head_dim
             _weigh(values, weight_at + part * part_steps * WORD_BYTES, weight_words, num_rows,
                    values.ctypes.data + at * WORD_BYTES, head_dim, part_steps, out_at)  # fmt: skip
+    output, totals, attended, scales = scratch.output, scratch.total, scratch.attended, scratch.attended_scales
     for i in range(num_rows):
+        inverse = np.float32(1) / totals[base + i]
         for j in range(head_dim):
-            scratch.output[base + i, j] /= scratch.total[base + i]
+            output[base + i, j] *= inverse
         column = (group * heads + i % heads) * head_dim
-        pack(scratch.attended, scratch.attended_scales, first_row + i // heads, column,
-             scratch.output, base + i, 0, head_dim, sizes.group)  # fmt: skip
+        row = first_row + i // heads
+        pack(attended, address(attended, row), address(scales, row), column,
+             address(output, base + i), head_dim, sizes.group)  # fmt: skip
 
 
 @njit(nogil=True, error_model="numpy")

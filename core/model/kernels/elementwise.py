@@ -8,10 +8,18 @@ import numpy as np
 from numba import njit, types
 from numba.extending import overload
 
-from core.model.kernels.simd import LANES, WORD_BYTES, bits_from_float, float_from_bits, rotate, store_bfloat16
+from core.model.kernels.simd import (
+    LANES,
+    WORD_BYTES,
+    bits_from_float,
+    copy_lanes,
+    float_from_bits,
+    rotate,
+    store_bfloat16,
+    store_int8,
+)
 
 _REORDERED = {"reassoc", "contract", "arcp", "nsz"}  # sums in lanes: another order than written, always the same one
-_MAGIC = np.float32(12582912.0)  # 1.5 * 2**23: adding it leaves a small number's integer in the lowest bits
 
 
 @njit(nogil=True, error_model="numpy", inline="always")
@@ -21,48 +29,39 @@ def bfloat16(x):
     return np.uint32(bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16)
 
 
-def pack(words, scales, row, col, source, source_row, source_col, num, group):
-    """Write `num` float32 of a row as operand words of the row's columns from `col` on; all multiples of the group."""
-    raise NotImplementedError  # compiled code only: the dtype of `words` chooses
+def pack(like, row, scales, col, source, num, group):
+    """Write `num` float32 at `source` as operand of a row's columns from `col` on; all multiples of the group.
 
-
-@njit(nogil=True, error_model="numpy")
-def _pack_float32(words, scales, row, col, source, source_row, source_col, num, group):
-    for i in range(num):
-        words[row, col + i] = source[source_row, source_col + i]
-
-
-@njit(nogil=True, error_model="numpy")
-def _pack_bfloat16(words, scales, row, col, source, source_row, source_col, num, group):
-    to = words.ctypes.data + (row * words.shape[1] + col // 2) * WORD_BYTES
-    at = source.ctypes.data + (source_row * source.shape[1] + source_col) * WORD_BYTES
-    for i in range(0, num, LANES):  # two bfloat16 side by side are a word
-        store_bfloat16(to + 2 * i, at + 4 * i)
-
-
-@njit(nogil=True, error_model="numpy")
-def _pack_int8(words, scales, row, col, source, source_row, source_col, num, group):
-    for start in range(0, num, group):
-        largest = np.float32(1e-30)
-        for i in range(group):
-            largest = max(largest, abs(source[source_row, source_col + start + i]))
-        scales[row, (col + start) // group] = largest / np.float32(127)
-        inverse = np.float32(127) / largest
-        for i in range(group // 4):
-            at = source_col + start + 4 * i
-            word = np.int32(0)
-            for j in range(4):
-                rounded = bits_from_float(source[source_row, at + j] * inverse + _MAGIC) + np.int32(128)
-                word |= (rounded & np.int32(255)) << np.int32(8 * j)
-            words[row, (col + start) // 4 + i] = word
+    Row, its scales (int8 only) and source are addresses; `like`, any array of the operand's words, tells of which kind.
+    """
+    raise NotImplementedError  # compiled code only
 
 
 @overload(pack, jit_options={"nogil": True, "error_model": "numpy"})
-def _pack(words, scales, row, col, source, source_row, source_col, num, group):
-    chosen = {types.float32: _pack_float32, types.uint32: _pack_bfloat16, types.int32: _pack_int8}[words.dtype]
-    return lambda words, scales, row, col, source, source_row, source_col, num, group: chosen(
-        words, scales, row, col, source, source_row, source_col, num, group
-    )
+def _pack(like, row, scales, col, source, num, group):
+    def float32_row(like, row, scales, col, source, num, group):
+        for i in range(0, num, LANES):
+            copy_lanes(row + 4 * (col + i), source + 4 * i)
+
+    def bfloat16_row(like, row, scales, col, source, num, group):
+        for i in range(0, num, LANES):  # two side by side are a word
+            store_bfloat16(row + 2 * (col + i), source + 4 * i)
+
+    def int8_row(like, row, scales, col, source, num, group):
+        for i in range(0, num, group):
+            scale = scales + 4 * ((col + i) // group)
+            if group == 64:
+                store_int8(row + col + i, scale, source + 4 * i, 64)
+            else:
+                store_int8(row + col + i, scale, source + 4 * i, 32)
+
+    return {types.float32: float32_row, types.uint32: bfloat16_row, types.int32: int8_row}[like.dtype]
+
+
+@njit(nogil=True, error_model="numpy", inline="always")
+def address(array, row):
+    """Of a row of 32-bit numbers."""
+    return array.ctypes.data + row * array.shape[1] * WORD_BYTES
 
 
 @njit(nogil=True, error_model="numpy", fastmath=_REORDERED)
@@ -82,17 +81,13 @@ def normalise(out, out_row, x, row, weights, layer, epsilon):
 
 
 @njit(nogil=True, error_model="numpy")
-def rotate_head(out, out_row, x, row, start, cos, sin, position, scale):
-    """Rotary embedding of the head that starts at `start`, halves convention, times `scale`."""
-    half = cos.shape[1]
-    out_at = out.ctypes.data + out_row * out.shape[1] * WORD_BYTES
-    x_at = x.ctypes.data + (row * x.shape[1] + start) * WORD_BYTES
-    angle = position * half * WORD_BYTES
+def rotate_head(out, x, cos, sin, half, scale):
+    """Rotary embedding of a head of 2 * half elements at x, halves convention, times `scale`; all are addresses."""
     for i in range(0, half * WORD_BYTES, LANES * WORD_BYTES):
-        rotate(out_at + i, x_at + i, half * WORD_BYTES, cos.ctypes.data + angle + i, sin.ctypes.data + angle + i, scale)
+        rotate(out + i, x + i, half * WORD_BYTES, cos + i, sin + i, scale)
 
 
-@njit(nogil=True, error_model="numpy")
+@njit(nogil=True, error_model="numpy", fastmath={"reassoc"})
 def is_finite(x, row, start, num):
     """True if a stretch of a row has neither infinity nor NaN."""
     spoilt = np.float32(0)

@@ -141,7 +141,6 @@ class PackedTransformer:
             hidden_scales=scales(c.intermediate_size),
             final=floats(rows, c.hidden_size),
             fault=np.zeros(1, np.int64),
-            no_scales=floats(1, 1),
             row=floats(self._team.num_ranks, c.hidden_size),
             head=floats(self._team.num_ranks, c.head_dim),
             activated=floats(self._team.num_ranks, 2 * PANEL),

@@ -418,6 +418,18 @@ def rotate(typing: Any, out: Any, x: Any, half_bytes: Any, cos: Any, sin: Any, s
 
 
 @intrinsic
+def copy_lanes(typing: Any, target: Any, source: Any) -> Any:
+    """Copy LANES float32 from one address to another."""
+
+    def emit(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        loaded = _load(builder, _pointer(builder, args[1], _FLOATS))
+        builder.store(loaded, _pointer(builder, args[0], _FLOATS)).align = WORD_BYTES
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.int64), emit
+
+
+@intrinsic
 def store_bfloat16(typing: Any, target: Any, source: Any) -> Any:
     """Round the LANES float32 at `source` to bfloat16, nearest even, and store them at `target`."""
 
@@ -428,6 +440,30 @@ def store_bfloat16(typing: Any, target: Any, source: Any) -> Any:
         return context.get_dummy_value()
 
     return types.void(types.int64, types.int64), emit
+
+
+@intrinsic(prefer_literal=True)
+def store_int8(typing: Any, target: Any, scale: Any, source: Any, num: Any) -> Any:
+    """Quantise `num` (a literal) float32 at `source` by their largest: bytes, 128 added, at `target`, and the scale."""
+    num_vectors = num.literal_value // LANES
+
+    def emit(context: Any, b: Any, signature: Any, args: Any) -> Any:
+        loaded = [_load(b, pointer) for pointer in _vector_pointers(b, args[2], num_vectors)]
+        sizes = [_call(b, "llvm.fabs.v16f32", _FLOATS, x) for x in loaded]
+        largest = _tree(lambda x, y: _call(b, "llvm.maxnum.v16f32", _FLOATS, x, y), sizes)
+        largest = _call(b, "llvm.vector.reduce.fmax.v16f32", _FLOAT, largest)
+        largest = _call(b, "llvm.maxnum.f32", _FLOAT, largest, ir.Constant(_FLOAT, 1e-30))
+        b.store(b.fdiv(largest, ir.Constant(_FLOAT, 127.0)), _pointer(b, args[1], _FLOAT)).align = WORD_BYTES
+        inverse = _splat(b, b.fdiv(ir.Constant(_FLOAT, 127.0), largest), _FLOATS)
+        octets = ir.VectorType(ir.IntType(8), LANES)
+        start = _pointer(b, args[0], octets)
+        for i, x in enumerate(loaded):
+            integers = b.bitcast(b.fadd(b.fmul(x, inverse), _floats(_ROUNDER)), _INTS)
+            stored = b.store(b.trunc(b.add(integers, _constant(128)), octets), b.gep(start, [ir.Constant(_LONG, i)]))
+            stored.align = 1
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.int64, types.int64, num), emit
 
 
 @intrinsic

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from core.model.kernels.attention import attend, rotate_and_store
 from core.model.kernels.claims import claim, complete, wait
-from core.model.kernels.elementwise import element, normalise, pack
+from core.model.kernels.elementwise import address, element, normalise, pack
 from core.model.kernels.packing import PANEL, Packed, Words
 from core.model.kernels.products import (
     ROW_BLOCK,
@@ -87,7 +87,6 @@ class Scratch(NamedTuple):
     hidden_scales: Floats
     final: Floats
     fault: Ints
-    no_scales: Floats
     row: Floats
     head: Floats
     activated: Floats
@@ -116,13 +115,13 @@ def _embed(sync, phase, weights, batch, scratch):
 
 @njit(nogil=True, error_model="numpy")
 def _normalise(sync, phase, rank, sizes, weights, norm, scratch, num_rows):
-    width = scratch.stream.shape[1]
+    width, normed, scales = scratch.stream.shape[1], scratch.normed, scratch.normed_scales
     num_units = -(-num_rows // LANES)
     unit = claim(sync, phase)
     while unit < num_units:
         for row in range(unit * LANES, min(num_rows, (unit + 1) * LANES)):
             normalise(scratch.row, rank, scratch.stream, row, weights.norms, norm, sizes.epsilon)
-            pack(scratch.normed, scratch.normed_scales, row, 0, scratch.row, rank, 0, width, sizes.group)
+            pack(normed, address(normed, row), address(scales, row), 0, address(scratch.row, rank), width, sizes.group)
         complete(sync, phase)
         unit = claim(sync, phase)
     wait(sync, phase, num_units)
@@ -134,9 +133,8 @@ def _gate_up(sync, phase, rank, sizes, weights, layer, scratch, num_rows):
     w, multiple = weights.gate_up, sizes.group // PANEL
     num_pairs = w.words.shape[1] // 2
     width = panels_a_unit(num_pairs, multiple)
-    own, stride = rank * ROW_BLOCK, scratch.gate_up.shape[1]
-    gate_up_at = scratch.gate_up.ctypes.data + own * stride * WORD_BYTES
-    activated_at = scratch.activated.ctypes.data + rank * scratch.activated.shape[1] * WORD_BYTES
+    hidden, scales, own = scratch.hidden, scratch.hidden_scales, rank * ROW_BLOCK
+    activated_at = address(scratch.activated, rank)
     blocks = num_row_blocks(num_rows)
     num_units = -(-num_pairs // width) * blocks
     unit = claim(sync, phase)
@@ -151,15 +149,13 @@ def _gate_up(sync, phase, rank, sizes, weights, layer, scratch, num_rows):
                     scratch.gate_up, own, i * PANEL, 0
                 )  # fmt: skip
             for r in range(rows):
-                at = gate_up_at + r * stride * WORD_BYTES
+                at = address(scratch.gate_up, own + r)
                 for i in range(multiple):
                     for j in range(0, PANEL, LANES):
                         gate = at + (i * 2 * PANEL + j) * WORD_BYTES
                         swiglu(activated_at + (i * PANEL + j) * WORD_BYTES, gate, gate + PANEL * WORD_BYTES)
-                pack(
-                    scratch.hidden, scratch.hidden_scales, row + r, pair * PANEL, scratch.activated, rank, 0,
-                    multiple * PANEL, sizes.group
-                )  # fmt: skip
+                pack(hidden, address(hidden, row + r), address(scales, row + r), pair * PANEL,
+                     activated_at, multiple * PANEL, sizes.group)  # fmt: skip
         complete(sync, phase)
         unit = claim(sync, phase)
     wait(sync, phase, num_units)
@@ -228,7 +224,7 @@ def logits(rank, sync, weights, group, hidden, words, scales, out):
     num_rows = hidden.shape[0]
     unit = claim(sync, 0)
     while unit < num_rows:
-        pack(words, scales, unit, 0, hidden, unit, 0, hidden.shape[1], group)
+        pack(words, address(words, unit), address(scales, unit), 0, address(hidden, unit), hidden.shape[1], group)
         complete(sync, 0)
         unit = claim(sync, 0)
     wait(sync, 0, num_rows)
