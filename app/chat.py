@@ -64,7 +64,7 @@ class Chat:
 async def prepare(service: Service, body: ChatRequest, request: Request, *, kind: str = "chatcmpl") -> Chat:
     """Everything up to the engine. `kind` starts the id. Raises what the client is to be told."""
     arrival_s = time.monotonic()
-    body.refuse_unsupported()
+    body.refuse_unsupported(is_strict=service.settings.strict_fields)
     tools = tool_use(body)
     ask = await _ask(service, body, tools, request, arrival_s)
     return Chat(await service.prepare(replace(ask, kind=kind)), tools)

@@ -31,7 +31,7 @@ DEFAULT_MAX_TOKENS = 16
 async def create_completion(body: CompletionRequest, request: Request, service: ServiceOf) -> Response:
     """Continue one prompt or several."""
     arrival_s = time.monotonic()
-    body.refuse_unsupported()
+    body.refuse_unsupported(is_strict=service.settings.strict_fields)
     options = stream_options(body)
     ask = _ask(service, body, request, arrival_s)
     job = await service.prepare(ask)

@@ -43,7 +43,7 @@ async def create_embeddings(body: EmbeddingRequest, request: Request, service: S
 
 def _ask(service: Service, body: EmbeddingRequest, request: Request) -> Ask:
     arrival_s = time.monotonic()
-    body.refuse_unsupported()
+    body.refuse_unsupported(is_strict=service.settings.strict_fields)
     size = service.engine.model_config.hidden_size
     if body.dimensions not in (None, size):
         raise unsupported("dimensions", f"cannot be {body.dimensions}: this model's hidden states have {size}")

@@ -70,6 +70,11 @@ def unsupported(param: str, why: str = "is not supported by this server") -> Api
     return ApiError(400, f"'{param}' {why}", param=param, code="unsupported_parameter")
 
 
+def unknown_field(param: str) -> ApiError:
+    """400: a field that nobody knows, where the server is told to take none."""
+    return ApiError(400, f"Unknown parameter: '{param}'", param=param, code="unknown_parameter")
+
+
 def model_not_found(name: str) -> ApiError:
     return ApiError(404, f"The model '{name}' does not exist", param="model", code="model_not_found")
 

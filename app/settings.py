@@ -114,6 +114,9 @@ class Settings(BaseSettings):
     legacy_metric_names: bool = Field(
         default=False, description="Export series under names that vLLM has given up, too, for old dashboards."
     )
+    strict_fields: bool = Field(
+        default=False, description="Refuse requests with fields that nobody knows, rather than log them."
+    )
     enable_debug: bool = Field(default=False, description="Serve /debug/kv, which shows other people's requests.")
     max_logprobs: HumanInt = Field(default=20, ge=0, description="Most alternatives a request may ask for.")
     seed: int = Field(default=0, description="Where the randomness of requests without a seed comes from.")

@@ -22,7 +22,7 @@ router = APIRouter(responses=RESPONSES)
 @router.post("/v1/messages", response_model=dict[str, Any])
 async def create_message(body: MessagesRequest, request: Request, service: ServiceOf) -> Response:
     """Answer a conversation in Anthropic's form."""
-    body.refuse_unsupported()
+    body.refuse_unsupported(is_strict=service.settings.strict_fields)
     meant = to_chat(body)
     with in_words_of(NAMES):
         chat = await prepare(service, meant, request, kind="msg")
@@ -32,7 +32,7 @@ async def create_message(body: MessagesRequest, request: Request, service: Servi
 @router.post("/v1/messages/count_tokens")
 async def count_tokens(body: CountTokensRequest, service: ServiceOf) -> TokenCount:
     """How many tokens the prompt of such a conversation has."""
-    body.refuse_unsupported()
+    body.refuse_unsupported(is_strict=service.settings.strict_fields)
     service.check_model(body.model)
     meant = to_chat(body)
     with in_words_of(NAMES):

@@ -18,7 +18,7 @@ router = APIRouter()
 @router.post("/v1/responses", response_model=dict[str, Any])
 async def create_response(body: ResponsesRequest, request: Request, service: ServiceOf) -> Response:
     """Answer an input: OpenAI's newer form of a chat."""
-    body.refuse_unsupported()
+    body.refuse_unsupported(is_strict=service.settings.strict_fields)
     meant = to_chat(body)
     with in_words_of(NAMES):
         chat = await prepare(service, meant, request, kind="resp")

@@ -6,7 +6,7 @@ from typing import Any, ClassVar, Self
 
 from pydantic import BaseModel, ConfigDict
 
-from app.errors import unsupported
+from app.errors import unknown_field, unsupported
 
 logger = logging.getLogger(__name__)
 
@@ -69,13 +69,20 @@ class StrictModel(BaseModel):
     model_config = ConfigDict(strict=True, extra="allow", allow_inf_nan=False)
     unsupported_fields: ClassVar[Mapping[str, tuple[Any, ...]]] = UNSUPPORTED
 
-    def refuse_unsupported(self) -> Self:
-        """Raise ApiError for a known field that we do not honour; log unknown ones once per process."""
+    def refuse_unsupported(self, *, is_strict: bool = False) -> Self:
+        """Raise ApiError for a known field that we do not honour; unknown ones too if strict, else log them once."""
         for name, value in (self.model_extra or {}).items():
             if name in self.unsupported_fields:
                 if value is not None and value not in self.unsupported_fields[name]:
                     raise unsupported(name)
-            elif name not in HARMLESS and name not in _logged_fields and len(_logged_fields) < _MAX_LOGGED_FIELDS:
-                _logged_fields.add(name)
-                logger.warning("unknown request field ignored", extra={"field": name[:64]})
+            elif name not in HARMLESS:
+                if is_strict:
+                    raise unknown_field(name)
+                _log_once(name)
         return self
+
+
+def _log_once(name: str) -> None:
+    if name not in _logged_fields and len(_logged_fields) < _MAX_LOGGED_FIELDS:
+        _logged_fields.add(name)
+        logger.warning("unknown request field ignored", extra={"field": name[:64]})

@@ -70,6 +70,27 @@ async def test_a_body_that_does_not_fit_is_400_and_never_422(content: bytes, hea
     assert message in error["message"]
 
 
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/completions", {"prompt": "p"}),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 1}),
+        ("/v1/responses", {"input": "Hi", "max_output_tokens": 1}),
+        ("/v1/messages", {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 1}),
+        ("/v1/messages/count_tokens", {"messages": [{"role": "user", "content": "Hi"}]}),
+        ("/v1/embeddings", {"input": "Hi"}),
+    ],
+)
+async def test_a_strict_server_takes_no_field_that_nobody_knows(path: str, body: dict[str, Any]):
+    async with in_process() as server, in_process(strict_fields=True) as strict:
+        odd = {**body, "nobody_knows": 1}
+        lenient, refused = [await one.client.post(path, json=odd) for one in (server, strict)]
+        taken = await strict.client.post(path, json={**body, "metadata": {}})
+
+    assert [200, 400, 200] == [response.status_code for response in (lenient, refused, taken)]
+    assert "Unknown parameter: 'nobody_knows'" == refused.json()["error"]["message"]
+
+
 async def test_a_name_that_has_no_utf8_is_just_unknown():
     async with in_process() as server:
         response = await server.client.post(
