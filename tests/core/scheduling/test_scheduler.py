@@ -1,60 +1,14 @@
 """Continuous batching by example. The machine in test_scheduler_machine.py mixes all of it."""
 
-import logging
-
 import pytest
 
 from core.errors import DuplicateRequest, InvalidRequest, InvariantViolation, UnknownRequest
-from core.request import DraftOutcome, FinishReason, RequestStatus
+from core.request import FinishReason, RequestStatus
 from core.scheduling.scheduler import ContinuousBatchingScheduler
-from core.step import ModelRunnerOutput, SampledTokens, SchedulerOutput, count_only
+from core.step import ModelRunnerOutput, SampledTokens
 from tests.builders import family, request, scheduler
 from tests.core.scheduling.checked_runner import CheckedRunner, decode_alone
-
-
-def drain(it: ContinuousBatchingScheduler, max_steps: int = 1000) -> int:
-    for num_steps in range(max_steps):
-        if not it.has_unfinished_requests:
-            return num_steps
-        it.step()
-        it.check_invariants()
-    raise AssertionError(f"unfinished after {max_steps} steps")
-
-
-class Recorder:
-    """Keeps the plans it counts; accepts every draft."""
-
-    def __init__(self) -> None:
-        self.plans: list[SchedulerOutput] = []
-
-    def __call__(self, plan: SchedulerOutput) -> ModelRunnerOutput:
-        self.plans.append(plan)
-        return ModelRunnerOutput(
-            {
-                s.request_id: SampledTokens([0] * (s.num_draft_slots + 1), num_draft_tokens=s.num_draft_slots)
-                for s in plan.scheduled
-                if s.yields_token
-            }
-        )
-
-    @property
-    def shares(self) -> list[dict[str, tuple[int, int]]]:
-        """(tokens, draft slots) by request, step by step."""
-        return [{s.request_id: (s.num_tokens, s.num_draft_slots) for s in plan.scheduled} for plan in self.plans]
-
-
-class Refuser:
-    """Accepts no draft."""
-
-    def __call__(self, plan: SchedulerOutput) -> ModelRunnerOutput:
-        return ModelRunnerOutput(
-            {
-                s.request_id: SampledTokens((0,), num_draft_tokens=s.num_draft_slots)
-                for s in plan.scheduled
-                if s.yields_token
-            }
-        )
-
+from tests.core.scheduling.driving import Recorder, drain
 
 # Limits
 
@@ -179,88 +133,6 @@ def test_the_token_budget_reaches_the_oldest_first():
     drain(it)
 
     assert [["a", "b"]] * 3 + [["c"]] * 3 == [list(share) for share in recorder.shares]
-
-
-# Drafts
-
-
-def test_drafts_get_what_the_budget_leaves_when_everybody_is_served():
-    recorder = Recorder()
-    it = scheduler(execute=recorder, max_num_batched_tokens=5)
-    it.add_request(request("a", [1], 9, num_drafts=3))
-    it.add_request(request("b", [1], 9, num_drafts=3))
-    it.step()
-
-    assert [{"a": (1, 3), "b": (1, 0)}] == recorder.shares
-
-
-def test_drafts_are_dropped_before_anybody_gives_way():
-    """Six slots: a has three tokens, b two, so that one slot is left for drafts that want four."""
-    recorder = Recorder()
-    it = scheduler(num_blocks=6, block_size=1, execute=recorder)
-    it.add_request(request("a", [1] * 3, 4, num_drafts=2))
-    it.add_request(request("b", [1] * 2, 4, num_drafts=2))
-    it.step()
-
-    assert ([{"a": (3, 1), "b": (2, 0)}], 0) == (recorder.shares, it.num_preemptions)
-
-
-def test_rejected_drafts_give_their_slots_back():
-    it = scheduler(num_blocks=10, block_size=1, execute=Refuser())
-    it.add_request(request("a", [1, 2], 9, num_drafts=4))
-
-    assert (8, 7, 6) == tuple((it.step(), it.block_manager.num_free_blocks)[1] for _ in range(3))
-
-
-def test_accepted_drafts_are_computed_and_bring_one_token_more():
-    it = scheduler(num_blocks=20, block_size=1, execute=Recorder())
-    a = request("a", [1, 2], 9, num_drafts=3)
-    it.add_request(a)
-    it.step()
-
-    assert (4, 5, 1) == (a.num_output_tokens, a.num_computed_tokens, a.num_missing_tokens)
-
-
-def test_drafts_never_pass_max_tokens():
-    recorder = Recorder()
-    it = scheduler(execute=recorder)
-    a = request("a", [1], 6, num_drafts=3)
-    it.add_request(a)
-    drain(it)
-
-    assert ([{"a": (1, 3)}, {"a": (1, 1)}], 6) == (recorder.shares, a.num_output_tokens)
-
-
-def test_drafts_never_pass_the_context():
-    recorder = Recorder()
-    it = scheduler(execute=recorder, max_model_len=8)
-    a = request("a", [1], 50, num_drafts=3)
-    it.add_request(a)
-    drain(it)
-
-    assert [{"a": (1, 3)}, {"a": (1, 2)}] == recorder.shares
-    assert (8, FinishReason.LENGTH) == (a.num_tokens, a.finish_reason)
-
-
-def test_a_prompt_in_the_middle_gets_no_draft_slots():
-    recorder = Recorder()
-    it = scheduler(execute=recorder, max_num_batched_tokens=4)
-    it.add_request(request("a", [1] * 6, 4, num_drafts=2))
-    drain(it)
-
-    assert [{"a": (4, 0)}, {"a": (2, 2)}] == recorder.shares[:2]
-
-
-def test_an_end_inside_an_accepted_run_cuts_the_rest_off():
-    ended = scheduler(execute=lambda plan: ModelRunnerOutput({"a": SampledTokens([5, 7, 6, 6], num_draft_tokens=3)}))
-    a = request("a", [1], 9, eos={7}, num_drafts=3)
-    ended.add_request(a)
-    report = ended.step()
-
-    assert (["a"], [5, 7], FinishReason.STOP) == (report.finished, a.output_token_ids, a.finish_reason)
-    (output,) = ended.take_outputs()
-    assert (5, 7) == tuple(t.token_id for t in output.tokens)
-    assert DraftOutcome(num_drafted=3, num_accepted=3, num_emitted=2) == output.drafts
 
 
 # Preemption
@@ -422,116 +294,6 @@ def test_aborting_an_unknown_or_finished_request_raises():
 
     with pytest.raises(UnknownRequest, match="request 'a' is unknown"):
         it.abort("a")
-
-
-# Steps that raise
-
-
-class Failing:
-    """Raises `error` whenever `culprit` is in the plan, None meaning anybody, at most `times` times."""
-
-    def __init__(self, error: Exception, culprit: str | None, times: int = 1000) -> None:
-        self.error, self.culprit, self.times = error, culprit, times
-
-    def __call__(self, plan: SchedulerOutput) -> ModelRunnerOutput:
-        if self.times and (self.culprit is None or self.culprit in [s.request_id for s in plan.scheduled]):
-            self.times -= 1
-            raise self.error
-        return count_only(plan)
-
-
-def test_only_the_culprit_fails(caplog: pytest.LogCaptureFixture):
-    caplog.set_level(logging.ERROR)
-    it = scheduler(execute=Failing(RuntimeError("bad row"), "b"))
-    requests = [request(name, [1, 2], 2) for name in "abc"]
-    for each in requests:
-        it.add_request(each)
-    report = it.step()
-
-    assert (["a", "b", "c"], ["b"], 3) == report
-    assert [1, 0, 1] == [r.num_output_tokens for r in requests]
-    assert ("RuntimeError: bad row", FinishReason.ERROR) == (requests[1].error, requests[1].finish_reason)
-    assert [None, "RuntimeError: bad row", None] == [output.error for output in it.take_outputs()]
-    it.check_invariants()
-    assert ["a", "c"] == it.step().finished
-
-
-def test_the_plan_that_raised_is_in_the_log_without_any_text(caplog: pytest.LogCaptureFixture):
-    it = scheduler(execute=Failing(RuntimeError("bad row"), "b", times=2), num_blocks=10)
-    it.add_request(request("b", [71, 72, 73, 74, 75], 2, num_drafts=1))
-    it.step()
-
-    assert "b: tokens 0..5 of 5, 1 draft slots, blocks [0, 1]" in caplog.records[0].getMessage()
-    assert "71" not in "".join(record.getMessage() for record in caplog.records)
-
-
-def test_a_step_that_raises_once_is_as_if_nothing_had_happened():
-    failing = scheduler(execute=Failing(RuntimeError("hiccup"), None, times=1), num_blocks=10)
-    smooth = scheduler(num_blocks=10)
-    for it in (failing, smooth):
-        it.add("a", 5, 3)
-        it.add("b", 2, 2)
-
-    assert [smooth.step() for _ in range(3)] == [failing.step() for _ in range(3)]
-    assert 10 == failing.block_manager.num_free_blocks
-
-
-@pytest.mark.parametrize("error", [InvariantViolation("a book"), MemoryError()])
-def test_what_the_engine_cannot_survive_is_passed_on(error: Exception):
-    it = scheduler(execute=Failing(error, None))
-    it.add("a", 1, 1)
-
-    with pytest.raises(type(error)):
-        it.step()
-
-
-def test_it_is_passed_on_also_when_requests_are_run_one_by_one():
-    errors = iter([RuntimeError("first"), MemoryError()])
-
-    def execute(plan: SchedulerOutput) -> ModelRunnerOutput:
-        raise next(errors)
-
-    it = scheduler(execute=execute)
-    it.add("a", 1, 1)
-    with pytest.raises(MemoryError):
-        it.step()
-
-
-# What `execute` must return
-
-
-@pytest.mark.parametrize(
-    ("sampled", "message"),
-    [
-        ({}, "should have yielded a token"),
-        ({"a": SampledTokens([0, 0], num_draft_tokens=1)}, "accepted more drafts than it had slots"),
-    ],
-)
-def test_a_result_that_does_not_answer_the_plan_is_our_own_mistake(sampled: dict[str, SampledTokens], message: str):
-    it = scheduler(execute=lambda plan: ModelRunnerOutput(sampled))
-    it.add("a", 1, 2)
-
-    with pytest.raises(InvariantViolation, match=message):
-        it.step()
-
-
-def test_a_token_in_the_middle_of_a_prompt_is_our_own_mistake():
-    it = scheduler(execute=lambda plan: ModelRunnerOutput({"a": SampledTokens([0])}), max_num_batched_tokens=1)
-    it.add("a", 2, 2)
-
-    with pytest.raises(InvariantViolation, match="yields no token, yet the runner returned one"):
-        it.step()
-
-
-def test_the_draft_model_is_behind_no_further_than_its_target():
-    """It ran over four drafts, of which none was accepted."""
-    result = ModelRunnerOutput({"a": SampledTokens([0], num_draft_tokens=4)}, {"a": 7})
-    it = scheduler(execute=lambda plan: result)
-    a = request("a", [1, 2, 3], 9, num_drafts=4)
-    it.add_request(a)
-    it.step()
-
-    assert (3, 3) == (a.num_computed_tokens, a.num_draft_computed_tokens)
 
 
 # The books
