@@ -1,0 +1,206 @@
+"""Vocabularies of GGUF files: cut as each family cuts, kept from load to load, refused where they cannot be used."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tokenizers import Regex, pre_tokenizers
+from tokenizers import Tokenizer as HfTokenizer
+
+from core.errors import ModelLoadError
+from core.tokenizer import IncrementalDetokenizer, Tokenizer, load_tokenizer
+from core.tokenizer_gguf import build_tokenizer, parts_from_fields
+from tests.core.vocabularies import MODEL, TEXTS, gguf_bpe_fields
+from tools.make_tiny_gguf import CHAT_TEMPLATE, TEXT, write_gguf
+
+# SentencePiece as a GGUF has it: unknown, BOS, EOS, every byte, then pieces with scores.
+PIECES = ["▁", *"abcdehlorw", "he", "ll", "hell", "hello", "▁hello", "▁w", "or", "▁wor", "ld", "bc", "ab"]
+SPM_TOKENS = ["<unk>", "<s>", "</s>", *(f"<0x{b:02X}>" for b in range(256)), *PIECES, "<|tool|>"]
+SPM: dict[str, Any] = {
+    "tokenizer.ggml.model": "llama",
+    "tokenizer.ggml.tokens": SPM_TOKENS,
+    "tokenizer.ggml.scores": [0.0] * 259 + [-float(i) for i in range(len(PIECES))] + [0.0],
+    "tokenizer.ggml.token_type": [2, 3, 3] + [6] * 256 + [1] * len(PIECES) + [4],
+    "tokenizer.ggml.bos_token_id": 1,
+    "tokenizer.ggml.eos_token_id": 2,
+    "tokenizer.ggml.unknown_token_id": 0,
+}
+
+
+def spm(**changes: Any) -> Tokenizer:
+    return build_tokenizer(parts_from_fields(SPM | {f"tokenizer.ggml.{k}": v for k, v in changes.items()}))
+
+
+@pytest.fixture(scope="module")
+def gguf(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_gguf(MODEL, tmp_path_factory.mktemp("gguf") / "model.gguf")
+
+
+class TestPreTokenizers:
+    """Text is split as each family's own tokenizer.json says."""
+
+    WORDS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|"
+    REST = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+    ORIGINALS: Mapping[str, Any] = {
+        "gpt-2": pre_tokenizers.ByteLevel(add_prefix_space=False),
+        "smollm": pre_tokenizers.Sequence(
+            [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+        ),
+        "llama-bpe": pre_tokenizers.Sequence(
+            [
+                pre_tokenizers.Split(Regex(WORDS + r"\p{N}{1,3}" + REST), "isolated"),
+                pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+            ]
+        ),
+        "qwen2": pre_tokenizers.Sequence(
+            [
+                pre_tokenizers.Split(Regex(WORDS + r"\p{N}" + REST), "isolated"),
+                pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+            ]
+        ),
+    }
+
+    @pytest.mark.parametrize("pre", ORIGINALS)
+    @pytest.mark.parametrize("text", [*TEXTS, TEXT])
+    def test_pieces_are_the_familys_own(self, pre: str, text: str) -> None:
+        built = HfTokenizer.from_str(parts_from_fields(gguf_bpe_fields(pre))["json"]).pre_tokenizer
+        assert self.ORIGINALS[pre].pre_tokenize_str(text) == built.pre_tokenize_str(text)
+
+    def test_families_differ_where_they_should(self) -> None:
+        def pieces(pre: str | None) -> list[str]:
+            built = HfTokenizer.from_str(parts_from_fields(gguf_bpe_fields(pre))["json"]).pre_tokenizer
+            return [piece for piece, _ in built.pre_tokenize_str("1234 I'LL (x)")]
+
+        assert ["1234", "ĠI", "'", "LL", "Ġ(", "x", ")"] == pieces("gpt-2")
+        assert ["1", "2", "3", "4", "ĠI", "'", "LL", "Ġ(", "x", ")"] == pieces("smollm")
+        assert ["123", "4", "ĠI", "'LL", "Ġ(", "x", ")"] == pieces("llama-bpe")
+        assert ["1", "2", "3", "4", "ĠI", "'LL", "Ġ(", "x", ")"] == pieces("qwen2")
+        assert ["123", "4", "ĠI", "'", "LL", "Ġ", "(", "x", ")"] == pieces("default") == pieces(None)
+
+    def test_unknown_pre_tokenizer_is_refused_by_name(self) -> None:
+        with pytest.raises(ModelLoadError, match="'chatglm-bpe' is not supported"):
+            parts_from_fields(gguf_bpe_fields("chatglm-bpe"))
+
+    def test_llama3_files_from_before_the_flag_add_bos_and_others_do_not(self) -> None:
+        assert build_tokenizer(parts_from_fields(gguf_bpe_fields("llama-bpe"))).adds_bos
+        assert not build_tokenizer(parts_from_fields(gguf_bpe_fields("smollm"))).adds_bos
+        said = gguf_bpe_fields("llama-bpe") | {"tokenizer.ggml.add_bos_token": False}
+        assert not build_tokenizer(parts_from_fields(said)).adds_bos
+
+    def test_llama3_takes_a_piece_that_is_a_token_whole(self) -> None:
+        """Without a merge that leads to it, only ignore_merges finds it."""
+        fields = gguf_bpe_fields("llama-bpe")
+        tokens = [*fields["tokenizer.ggml.tokens"], "zqx"]
+        fields |= {
+            "tokenizer.ggml.tokens": tokens,
+            "tokenizer.ggml.token_type": [*fields["tokenizer.ggml.token_type"], 1],
+        }
+        ids = build_tokenizer(parts_from_fields(fields)).encode("zqx", add_special_tokens=False)
+        assert [len(tokens) - 1] == ids
+
+
+class TestSentencePiece:
+    def texts(self, text: str) -> list[str]:
+        tokenizer = spm()
+        return [SPM_TOKENS[i] for i in tokenizer.encode(text)]
+
+    def test_text_starts_with_bos_and_a_space_of_the_tokenizers_own(self) -> None:
+        assert ["<s>", "▁hello", "▁wor", "ld"] == self.texts("hello world")
+
+    def test_characters_without_a_piece_fall_back_to_bytes(self) -> None:
+        assert ["<s>", "▁", "a", "<0xF0>", "<0x9F>", "<0x98>", "<0x80>", "b"] == self.texts("a😀b")
+
+    def test_best_score_is_merged_first(self) -> None:
+        assert ["<s>", "▁", "a", "bc"] == self.texts("abc")
+        scores = [-score for score in SPM["tokenizer.ggml.scores"]]
+        assert [SPM_TOKENS.index(t) for t in ("<s>", "▁", "ab", "c")] == spm(scores=scores).encode("abc")
+
+    def test_own_space_is_not_part_of_the_text(self) -> None:
+        tokenizer = spm()
+        for text in ("hello world", "  hello", "a😀b", " ", "hello\n"):
+            assert text == tokenizer.decode(tokenizer.encode(text))
+
+    def test_generated_text_keeps_its_first_space(self) -> None:
+        tokenizer = spm()
+        prompt, generated = tokenizer.encode("hello"), tokenizer.encode("world", add_special_tokens=False)
+        detokenizer = IncrementalDetokenizer(tokenizer)
+
+        assert " world" == "".join(detokenizer.decode(i) for i in generated)
+        assert "world" == tokenizer.decode(generated)
+        assert "hello world" == tokenizer.decode([*prompt, *generated])
+
+    def test_without_the_prefix_no_space_is_added_or_dropped(self) -> None:
+        tokenizer = spm(add_space_prefix=False)
+        assert ["<s>", "hello"] == [SPM_TOKENS[i] for i in tokenizer.encode("hello")]
+        assert " hello" == tokenizer.decode(tokenizer.encode(" hello"))
+
+    def test_streamed_byte_tokens_make_one_character(self) -> None:
+        tokenizer = spm()
+        detokenizer = IncrementalDetokenizer(tokenizer)
+        ids = tokenizer.encode("😀", add_special_tokens=False)[1:]
+        assert ["", "", "", "😀"] == [detokenizer.decode(i) for i in ids]
+
+    def test_defaults_of_files_that_say_little(self) -> None:
+        fields = {k: v for k, v in SPM.items() if not k.endswith("_token_id")}
+        tokenizer = build_tokenizer(parts_from_fields(fields))
+        assert (1, True, {2}) == (tokenizer.bos_token_id, tokenizer.adds_bos, tokenizer.eos_token_ids)
+        assert "<s>" == tokenizer.special_token_texts["bos_token"]
+
+    def test_user_defined_token_is_found_and_kept_as_text(self) -> None:
+        tokenizer = spm()
+        ids = tokenizer.encode("hello<|tool|>")
+        assert len(SPM_TOKENS) - 1 == ids[-1]
+        assert "hello<|tool|>" == tokenizer.decode(ids)
+
+    @given(st.text(alphabet="abc helo wrd\n😀é▁", max_size=20))
+    def test_joined_pieces_equal_the_packages_decoding(self, text: str) -> None:
+        tokenizer = spm()
+        package = HfTokenizer.from_str(parts_from_fields(SPM)["json"])
+        ids = tokenizer.encode(text)
+        assert package.decode(ids, skip_special_tokens=True) == tokenizer.decode(ids)
+
+
+class TestGgufVocabularyIsKept:
+    def test_second_load_equals_the_first(self, gguf: Path, tmp_path: Path) -> None:
+        first = load_tokenizer(gguf, cache_dir=tmp_path)
+        (file,) = tmp_path.iterdir()
+        written = file.stat().st_mtime_ns
+        second = load_tokenizer(gguf, cache_dir=tmp_path)
+
+        assert written == file.stat().st_mtime_ns
+        assert first.encode(TEXT) == second.encode(TEXT)
+        assert CHAT_TEMPLATE == first.chat_template == second.chat_template
+        for name in ("vocab_size", "bos_token_id", "adds_bos", "eos_token_ids", "special_token_texts"):
+            assert getattr(first, name) == getattr(second, name), name
+
+    @pytest.mark.parametrize("content", ["", "{", "[]", "{}", '{"json": "{}"}'])
+    def test_damaged_file_is_made_anew(self, content: str, gguf: Path, tmp_path: Path) -> None:
+        first = load_tokenizer(gguf, cache_dir=tmp_path)
+        (file,) = tmp_path.iterdir()
+        whole = file.read_text()
+        file.write_text(content)
+
+        assert first.encode(TEXT) == load_tokenizer(gguf, cache_dir=tmp_path).encode(TEXT)
+        assert whole == file.read_text()
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"tokenizer.ggml.model": "bert"}, "'bert'"),
+        ({"tokenizer.ggml.model": None}, "None"),
+        ({"tokenizer.ggml.merges": ["no such"]}, "vocabulary is damaged"),
+        ({"tokenizer.ggml.merges": ["nospace"]}, "vocabulary is damaged"),
+    ],
+)
+def test_vocabulary_that_cannot_be_used_is_a_load_error(changes: dict[str, Any], named: str) -> None:
+    with pytest.raises(ModelLoadError, match=named):
+        parts_from_fields(gguf_bpe_fields("smollm") | changes)
+
+
+def test_missing_gguf_is_a_load_error(tmp_path: Path) -> None:
+    with pytest.raises(ModelLoadError, match="does not exist"):
+        load_tokenizer(tmp_path / "none.gguf")
