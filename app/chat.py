@@ -8,8 +8,8 @@ from typing import Any
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
-from app import sse
 from app.chat_template import ChatTemplate, render_prompt
+from app.chunks import respond
 from app.drafts import predicted_text
 from app.formats import format_field
 from app.generation import Ask, Job, renamed, sampling_params, stream_options
@@ -43,14 +43,8 @@ async def create_chat_completion(body: ChatRequest, request: Request, service: S
     """Answer a conversation."""
     options = stream_options(body)
     chat = await prepare(service, body, request)
-    job = chat.job
-    writer = _Writer(job, body, chat.tools, service.engine.tokenizer, service.fingerprint)
-    headers = {"x-request-id": job.trace_id}
-    if body.stream:
-        return sse.EventStream(sse.chunk_events(service.run(job), writer, options), headers)
-    response = await sse.while_connected(request.receive, _complete(service, job, writer))
-    content = response.__pydantic_serializer__.to_json(response, exclude_unset=True)
-    return Response(content, headers=headers, media_type="application/json")
+    writer = _Writer(chat.job, body, chat.tools, service.engine.tokenizer, service.fingerprint)
+    return await respond(request, service.run(chat.job), writer, options, is_streamed=body.stream)
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,19 +131,6 @@ def _names(body: ChatRequest) -> dict[str, str]:
     }
 
 
-async def _complete(service: Service, job: Job, writer: "_Writer") -> ChatResponse:
-    with service.run(job) as run:
-        outputs = await run.collect()
-    return ChatResponse(
-        object="chat.completion",
-        choices=[writer.whole(index, output) for index, output in enumerate(outputs)],
-        **run.totals(),
-        **writer.head(),
-        **writer.prompt_ids(),
-        **writer.prompt_logprobs(outputs[0]),
-    )
-
-
 class _Writer:
     """Writes the choices of one job. Remembers of each choice that has begun how far its text is read."""
 
@@ -164,6 +145,16 @@ class _Writer:
         )
         self._readers: dict[int, PartReader] = {}
         self._calling: set[int] = set()
+
+    def answer(self, outputs: Sequence[RequestOutput], totals: Mapping[str, Any]) -> ChatResponse:
+        return ChatResponse(
+            object="chat.completion",
+            choices=[self.whole(index, output) for index, output in enumerate(outputs)],
+            **totals,
+            **self.head(),
+            **self.prompt_ids(),
+            **self.prompt_logprobs(outputs[0]),
+        )
 
     def head(self) -> dict[str, Any]:
         """What every chunk has."""

@@ -7,7 +7,7 @@ from typing import Any
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
-from app import sse
+from app.chunks import respond
 from app.drafts import predicted_text
 from app.formats import format_field
 from app.generation import (
@@ -36,10 +36,7 @@ async def create_completion(body: CompletionRequest, request: Request, service: 
     ask = _ask(service, body, request, arrival_s)
     job = await service.prepare(ask)
     writer = _Writer(job, body, service.engine.tokenizer, service.fingerprint)
-    headers = {"x-request-id": job.trace_id}
-    if body.stream:
-        return sse.EventStream(sse.chunk_events(service.run(job), writer, options), headers)
-    return _json(await sse.while_connected(request.receive, _complete(service, job, writer)), headers)
+    return await respond(request, service.run(job), writer, options, is_streamed=body.stream)
 
 
 def _ask(service: Service, body: CompletionRequest, request: Request, arrival_s: float) -> Ask:
@@ -92,17 +89,6 @@ def _num_prompt_logprobs(body: CompletionRequest) -> int | None:
     return max((num for num in wanted if num is not None), default=None)
 
 
-async def _complete(service: Service, job: Job, writer: "_Writer") -> CompletionResponse:
-    with service.run(job) as run:
-        outputs = await run.collect()
-    return writer.chunk([writer.whole(index, output) for index, output in enumerate(outputs)], **run.totals())
-
-
-def _json(response: CompletionResponse, headers: dict[str, str]) -> Response:
-    content = response.__pydantic_serializer__.to_json(response, exclude_unset=True)
-    return Response(content, headers=headers, media_type="application/json")
-
-
 class _Writer:
     """Writes the choices of one job. Remembers, per choice, how long its text is by now."""
 
@@ -115,6 +101,9 @@ class _Writer:
             tokenizer, num_top=body.logprobs or 0, names_ids=bool(body.return_tokens_as_token_ids)
         )
         self._offsets: dict[int, int] = {}
+
+    def answer(self, outputs: Sequence[RequestOutput], totals: Mapping[str, Any]) -> CompletionResponse:
+        return self.chunk([self.whole(index, output) for index, output in enumerate(outputs)], **totals)
 
     def chunk(self, choices: list[CompletionChoice], **totals: Any) -> CompletionResponse:
         return CompletionResponse(

@@ -15,11 +15,11 @@ from collections.abc import Sequence
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
-from app import sse
 from app.errors import unsupported
 from app.generation import Ask, Job, renamed
 from app.schemas.embeddings import Embedding, EmbeddingRequest, EmbeddingResponse, EmbeddingUsage
 from app.service import Service, ServiceOf, trace_id
+from app.sse import while_connected
 from core import InvalidRequest, SamplingParams
 
 router = APIRouter()
@@ -35,7 +35,7 @@ async def create_embeddings(body: EmbeddingRequest, request: Request, service: S
         job = await service.prepare(ask)
     except InvalidRequest as error:
         raise renamed(error, NAMES) from error
-    vectors = await sse.while_connected(request.receive, _vectors(service, job))
+    vectors = await while_connected(request.receive, _vectors(service, job))
     response = _response(job, vectors, body)
     content = response.__pydantic_serializer__.to_json(response)
     return Response(content, headers={"x-request-id": job.trace_id}, media_type="application/json")

@@ -9,10 +9,9 @@ then a failure still has a real status code. Later failures are an event with an
 import asyncio
 import json
 import logging
-import secrets
-from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator, Mapping
+from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping
 from contextlib import aclosing, suppress
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 from pydantic import BaseModel
 from starlette.responses import Response
@@ -20,63 +19,23 @@ from starlette.types import Receive, Scope, Send
 
 from app.errors import ClientGone, as_api_error
 from app.faults import faulty
-from app.run import Run
-from app.schemas.generation import Chunk, StreamOptions
-from core import RequestOutput
+from app.schemas.base import dumped
 
 logger = logging.getLogger(__name__)
 
 DONE = b"data: [DONE]\n\n"
 KEEP_ALIVE = b": keep-alive\n\n"
 T = TypeVar("T")
-OBFUSCATION_BYTES = 64  # padded events are a multiple of this long
 HEADERS = {"cache-control": "no-cache", "x-accel-buffering": "no"}
 
 
-def obscured(chunk: Chunk) -> Chunk:
-    """The chunk with random padding: its event's length, which anyone on the way can see, says little of its text."""
-    chunk.obfuscation = ""
-    num_missing = -len(event(chunk)) % OBFUSCATION_BYTES
-    chunk.obfuscation = secrets.token_hex(OBFUSCATION_BYTES)[:num_missing]
-    return chunk
-
-
 def event(chunk: BaseModel) -> bytes:
-    """One chunk as one event, the fields that were set."""
-    return b"data: " + chunk.__pydantic_serializer__.to_json(chunk, exclude_unset=True) + b"\n\n"
+    """One chunk as one event."""
+    return b"data: " + dumped(chunk) + b"\n\n"
 
 
 def error_event(error: Exception) -> bytes:
     return b"data: " + json.dumps(as_api_error(error).body).encode() + b"\n\n"
-
-
-class ChunkWriter(Protocol):
-    """Writes one endpoint's chunks."""
-
-    def deltas(self, index: int, output: RequestOutput, extra: Mapping[str, Any]) -> Iterator[Chunk]:
-        """What an output adds to its choice, `extra` fields on each chunk; nothing while all of it is held back."""
-
-    def totals_chunk(self, totals: Mapping[str, Any]) -> BaseModel:
-        """The chunk without choices that ends a stream whose client asked for the totals."""
-
-
-async def chunk_events(run: Run, writer: ChunkWriter, options: StreamOptions) -> AsyncGenerator[bytes, None]:
-    """The events of a job: its chunks step by step, signs of life while there are none, the totals if asked for."""
-    extra: dict[str, Any] = {"usage": None} if options.include_usage else {}
-    with run:
-        async for pairs in run:
-            if options.continuous_usage_stats:
-                extra = {"usage": run.usage()}
-            chunks = [chunk for index, output in pairs for chunk in writer.deltas(index, output, extra)]
-            if options.include_obfuscation:
-                chunks = [obscured(chunk) for chunk in chunks]
-            if chunks:
-                yield b"".join(map(event, chunks))
-                run.mark_shown()
-            elif not pairs:
-                yield KEEP_ALIVE
-        if options.include_usage:
-            yield event(writer.totals_chunk(run.totals()))
 
 
 class EventStream(Response):

@@ -86,3 +86,8 @@ def _log_once(name: str) -> None:
     if name not in _logged_fields and len(_logged_fields) < _MAX_LOGGED_FIELDS:
         _logged_fields.add(name)
         logger.warning("unknown request field ignored", extra={"field": name[:64]})
+
+
+def dumped(answer: BaseModel) -> bytes:
+    """As JSON, the fields that were set."""
+    return answer.__pydantic_serializer__.to_json(answer, exclude_unset=True)
