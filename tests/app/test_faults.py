@@ -15,7 +15,8 @@ from tests.app.servers import RunningServer, in_process, live
 
 SCRIPT = ["a", "b", "c", "d"]
 CHAT = {"messages": [{"role": "user", "content": "x"}]}
-ENDPOINTS = [("/v1/completions", {"prompt": "x"}), ("/v1/chat/completions", CHAT)]
+COMPLETION = {"prompt": "x"}
+ENDPOINTS = [("/v1/completions", COMPLETION), ("/v1/chat/completions", CHAT)]
 
 
 @asynccontextmanager
@@ -24,10 +25,12 @@ async def faulty(**fields: Any) -> AsyncIterator[RunningServer]:
         yield server
 
 
-async def events_of(server: RunningServer, path: str = "/v1/completions", **body: Any) -> list[Any]:
+async def events_of(
+    server: RunningServer, path: str = "/v1/completions", body: Any = COMPLETION, *, fault: Any
+) -> list[Any]:
     """The chunks of a stream, [DONE] as its name; what came before the connection broke."""
     lines: list[Any] = []
-    asked = {"prompt": "x", "script": SCRIPT, "stream": True, **body}
+    asked = {**body, "script": SCRIPT, "stream": True, "fault": fault}
     async with server.client.stream("POST", path, json=asked) as response:
         assert 200 == response.status_code
         try:
@@ -111,7 +114,7 @@ async def test_an_error_before_the_first_event_has_a_status(path: str, body: Any
 @pytest.mark.parametrize(("path", "body"), ENDPOINTS)
 async def test_an_error_in_mid_stream_is_a_frame_behind_so_many_events(path: str, body: Any):
     async with faulty() as server:
-        events = await events_of(server, path, **body, fault={"type": "error", "after_events": 2})
+        events = await events_of(server, path, body, fault={"type": "error", "after_events": 2})
 
     assert ("injected_fault", "[DONE]") == (events[2]["error"]["code"], events[3])
     assert all("choices" in event for event in events[:2])
