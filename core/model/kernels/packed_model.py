@@ -100,6 +100,10 @@ class PackedTransformer:
             self._team.run(logits, self._weights, self._group, hidden_RD, words, scales, out)
         return out[:, : self.config.vocab_size]
 
+    def stamps(self, column: int) -> Ints:
+        """When each phase of the last pass ended, in ticks of the machine's own: for benchmarks."""
+        return self._team.sync[:, column].copy()
+
     def _sizes(self, block_size: int) -> Sizes:
         c = self.config
         return Sizes(
