@@ -9,6 +9,7 @@ from starlette.responses import Response
 
 from app.chunks import respond
 from app.drafts import predicted_text
+from app.errors import unsupported
 from app.formats import format_field
 from app.generation import (
     Ask,
@@ -41,6 +42,8 @@ async def create_completion(body: CompletionRequest, request: Request, service: 
 
 def _ask(service: Service, body: CompletionRequest, request: Request, arrival_s: float) -> Ask:
     best_of = _best_of(body)
+    if body.max_completion_tokens not in (None, body.max_tokens):
+        raise unsupported("max_completion_tokens", "is chat's, completions have max_tokens")
     if body.max_tokens == 0 and not body.echo:
         raise InvalidRequest("max_tokens is 0, which is for scoring a prompt, with echo; else at least 1", "max_tokens")
     max_tokens = DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens

@@ -28,8 +28,6 @@ from core import (
 
 logger = logging.getLogger(__name__)
 
-# Fields of the engine's that messages name and bodies may call otherwise.
-_RENAMED_WORDS = ("max_tokens", "logprobs")
 # Fields that go over as they are; a null leaves the engine's default, which is OpenAI's.
 _PLAIN_FIELDS = (
     "temperature",
@@ -226,10 +224,10 @@ def _explained(error: InvalidRequest, engine: Engine, where: str) -> InvalidRequ
 
 
 def renamed(error: InvalidRequest, names: Mapping[str, str]) -> InvalidRequest:
-    """The error in the words of the body. That the prompt is too long stays as it is: clients look for the phrase."""
+    """The error in the words of the body. "prompt is too long" stays as it is: clients look for the phrase."""
     message = str(error)
-    for name in _RENAMED_WORDS:
-        message = re.sub(rf"\b{name}\b", names.get(name, name), message)
+    for name in names.keys() & {"max_tokens", error.param}:
+        message = re.sub(rf"\b{name}\b(?! is too long)", names[name], message)
     if error.param == "structured_output":  # what it calls itself is no field of the body
         message = f"{names.get(error.param, error.param)}: {message}"
     return type(error)(message, names.get(error.param or "", error.param))

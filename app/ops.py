@@ -132,8 +132,9 @@ async def tokenizer_info(service: ServiceOf) -> TokenizerInfo:
 async def detokenize(body: DetokenizeRequest, service: ServiceOf) -> DetokenizeResponse:
     service.check_model(body.model)
     tokenizer = service.engine.tokenizer
-    if any(not 0 <= token_id < tokenizer.vocab_size for token_id in body.tokens):
-        raise InvalidRequest(f"tokens has an id outside [0, {tokenizer.vocab_size})", "tokens")
+    outside = [token_id for token_id in body.tokens if not 0 <= token_id < tokenizer.vocab_size]
+    if outside:
+        raise InvalidRequest(f"tokens has token id {outside[0]}, allowed is [0, {tokenizer.vocab_size - 1}]", "tokens")
     return DetokenizeResponse(prompt=await service.in_tokenizer(tokenizer.decode, body.tokens))
 
 

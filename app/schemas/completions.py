@@ -16,6 +16,7 @@ class CompletionRequest(GenerationRequest):
     echo: bool | None = None
     logprobs: Annotated[int, Field(ge=0)] | None = None
     add_special_tokens: bool | None = None
+    max_completion_tokens: int | None = None  # chat's; some clients send both
 
 
 class CompletionLogprobs(BaseModel):

@@ -343,6 +343,8 @@ async def refused(server: RunningServer, **body: Any) -> tuple[int, str | None]:
         ({"suffix": "x"}, "suffix"),
         ({"messages": []}, "messages"),
         ({"top_logprobs": 2}, "top_logprobs"),
+        ({"max_completion_tokens": 2}, "max_completion_tokens"),
+        ({"max_completion_tokens": 2, "max_tokens": 3}, "max_completion_tokens"),
         ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools"),
         ({"best_of": 2, "n": 3}, "best_of"),
         ({"best_of": 2, "stream": True}, "best_of"),
@@ -392,7 +394,10 @@ async def test_what_cannot_be_done_is_refused_by_name(body: dict[str, Any], para
 async def test_harmless_and_null_fields_are_taken():
     async with in_process() as server:
         nulls = dict.fromkeys(("suffix", "logprobs", "stop", "seed", "n", "tools", "stream_options", "logit_bias"))
-        response = await server.complete(prompt="p", user="u", best_of=1, cache_salt=None, never_heard_of=1, **nulls)
+        both = {"max_tokens": 2, "max_completion_tokens": 2}
+        response = await server.complete(
+            prompt="p", user="u", best_of=1, cache_salt=None, never_heard_of=1, **nulls, **both
+        )
 
     assert 200 == response.status_code
 

@@ -104,7 +104,7 @@ async def test_the_size_that_it_has_may_be_asked_for(server: RunningServer):
         ({"input": None}, "input", ""),
         ({"input": []}, "input", ""),
         ({"input": ["a", 1]}, "input", ""),
-        ({"input": ["a", ""]}, "input", "prompt 1"),
+        ({"input": ["a", ""]}, "input", "input 1: input has 0 tokens"),
         ({"input": [300]}, "input", "300"),
         ({"input": "x" * 300}, "input", "maximum context length is 256 tokens"),
         ({"input": "x", "dimensions": 3}, "dimensions", "cannot be 3"),
