@@ -2,9 +2,9 @@
 
 import logging
 from collections.abc import Mapping
-from typing import Any, ClassVar, Self
+from typing import Annotated, Any, ClassVar, Self
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, Field
 
 from app.errors import unknown_field, unsupported
 
@@ -63,6 +63,7 @@ HARMLESS = {
 }
 _logged_fields: set[str] = set()
 _MAX_LOGGED_FIELDS = 1000  # names come from clients: their memory is bounded
+CacheSalt = Annotated[str, Field(min_length=1, max_length=256, pattern=r"^[^\x00-\x1f\x7f]*$")]
 
 
 class StrictModel(BaseModel):

@@ -4,7 +4,7 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, Field
 
-from app.schemas.base import StrictModel
+from app.schemas.base import CacheSalt, StrictModel
 from app.schemas.prompts import PromptShape
 
 
@@ -19,7 +19,7 @@ class EmbeddingRequest(StrictModel):
     add_special_tokens: bool | None = None
     truncate_prompt_tokens: int | None = None
     request_id: str | None = None
-    cache_salt: Annotated[str, Field(min_length=1, max_length=256)] | None = None
+    cache_salt: CacheSalt | None = None
 
 
 class Embedding(BaseModel):

@@ -5,7 +5,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, Field, WithJsonSchema
 
 from app.faults import Faults
-from app.schemas.base import StrictModel
+from app.schemas.base import CacheSalt, StrictModel
 
 MAX_CHOICES = 128
 
@@ -104,7 +104,7 @@ class GenerationRequest(StrictModel):
     guided_regex: str | None = None
     guided_choice: list[str] | None = None
     guided_grammar: str | None = None
-    cache_salt: Annotated[str, Field(min_length=1, max_length=256, pattern=r"^[^\x00-\x1f\x7f]*$")] | None = None
+    cache_salt: CacheSalt | None = None
     # ours
     speculative: Speculative | None = None
     script: Script | None = None

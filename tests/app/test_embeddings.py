@@ -111,6 +111,7 @@ async def test_the_size_that_it_has_may_be_asked_for(server: RunningServer):
         ({"input": "x", "encoding_format": "hex"}, "encoding_format", ""),
         ({"input": "x", "normalize": 1}, "normalize", ""),
         ({"input": "x", "truncate_prompt_tokens": 0}, "truncate_prompt_tokens", ""),
+        ({"input": "x", "cache_salt": "a\nb"}, "cache_salt", ""),
     ],
 )
 async def test_what_cannot_be_embedded_is_refused_by_name(body: Any, param: str, said: str):
