@@ -178,3 +178,8 @@ def serve(
     assert num_blocks == manager.num_free_blocks
     served.num_preemptions = scheduler.num_preemptions
     return served
+
+
+def outputs(served: Served) -> dict[str, list[int]]:
+    """The token ids of each request."""
+    return {request_id: served.ids(request_id) for request_id in served.tokens}
