@@ -1,5 +1,6 @@
 """The runner without seeds: tokens have the law of the target, whoever drafts, and a broken rule is noticed."""
 
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -10,10 +11,10 @@ import core.decoding.noise
 import core.model_runner
 from core.decoding.proposers import Draft, NgramProposer, Proposal, Proposer
 from core.decoding.speculative import VERIFICATION_RULES, verify_blocks, verify_drafts
-from core.model.config import ModelConfig
 from core.sampling_params import SamplingParams
 from core.step import SchedulerOutput
 from tests import oracle
+from tests.builders import TINY_SIZES
 from tests.core.decoding.plain_rules import plain_block_rule, plain_rule
 from tests.core.small_models import (
     EOS,
@@ -26,16 +27,7 @@ from tests.core.small_models import (
     serve,
 )
 
-SMALL = ModelConfig(
-    vocab_size=5,
-    hidden_size=16,
-    intermediate_size=16,
-    num_layers=1,
-    num_heads=2,
-    num_kv_heads=1,
-    head_dim=8,
-    max_position_embeddings=64,
-)
+SMALL = replace(TINY_SIZES, vocab_size=5)
 SMALL_MODEL = Model(SMALL, random_tensors(SMALL, 1, loudness=1.0))
 SMALL_DRAFT = Model(SMALL, random_tensors(SMALL, 2, loudness=1.0))
 SMALL_PROMPT = (1, 4, 0, 3, 1, 4, 0)  # says something twice, for the look-up
