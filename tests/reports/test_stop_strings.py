@@ -211,9 +211,10 @@ async def test_an_end_token_within_the_budget_beats_its_end(serve: Serve):
 MESSAGES = [{"role": "user", "content": "Hello!"}]
 
 
-async def test_no_stop_null_and_an_empty_list_are_the_same(serve: Serve):
+@SPECULATION
+async def test_no_stop_null_and_an_empty_list_are_the_same(serve: Serve, speculation: str | None):
     """BC-014, empty stop string accepted."""
-    server = await serve()
+    server = await serve(speculative_config=speculation)
     for way in WAYS:
         body: dict[str, Any] = {"prompt": "Once upon a time", "temperature": 0, "max_tokens": 20}
         answers = [await ask(server, way, **body, **stop) for stop in ({}, {"stop": None}, {"stop": []})]

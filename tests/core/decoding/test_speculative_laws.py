@@ -36,6 +36,8 @@ PROCESSORS: dict[str, dict[str, Any]] = {
     "logit_bias": {"logit_bias": {0: -1.5, 2: 1.0}},
     "banned": {"logit_bias": {1: -100.0}},
     "min_tokens": {"min_tokens": 2, "stop_token_ids": (STOP,)},
+    "allowed_token_ids": {"allowed_token_ids": (0, 2, END)},
+    "bad_words": {"bad_words": ((0, 2), (1,))},
     "all": {
         "temperature": 1.25,
         "top_k": 3,
@@ -122,7 +124,9 @@ def test_the_law_within_a_grammar_is_kept(rule: Verify, num_drafts: int) -> None
 
 
 @both_rules
-@pytest.mark.parametrize("name", ["presence_penalty", "frequency_penalty", "repetition_penalty", "min_tokens"])
+@pytest.mark.parametrize(
+    "name", ["presence_penalty", "frequency_penalty", "repetition_penalty", "min_tokens", "bad_words"]
+)
 def test_laws_processed_without_the_drafts_before_them_are_not_kept(rule: Verify, name: str) -> None:
     """The mistake that this file is there to find: every row processed over the output alone."""
     params = SamplingParams(max_tokens=9, **PROCESSORS[name])
