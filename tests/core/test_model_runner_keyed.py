@@ -37,6 +37,9 @@ PARAMS: dict[str, SamplingParams] = {
     "processed": SamplingParams(
         seed=1, ignore_eos=True, temperature=1.5, frequency_penalty=0.7, repetition_penalty=1.3
     ),
+    "masked": SamplingParams(
+        seed=1, ignore_eos=True, min_p=0.3, logit_bias={0: 0.5}, bad_words=((1, 1),), presence_penalty=-0.5
+    ),
 }
 DRAFTERS = ("none", "draft model", "look-up", "prediction")
 
