@@ -29,6 +29,7 @@ async def until_running(server: RunningServer, num_requests: int) -> None:
 
 @SPECULATION
 async def test_alone_again_streamed_and_on_another_server(serve: Serve, speculation: str | None):
+    """BC-048, sgl-project/sglang#5377, seed not reproducible: the generator was global, or the seed ignored."""
     server, other = await serve(speculative_config=speculation), await serve(speculative_config=speculation, seed=9)
     texts = {await text_of(server), await text_of(server), await text_of(other)}
     texts.add((await ask(server, "streamed completion", **R)).text)
@@ -44,6 +45,7 @@ async def test_with_speculation_and_without(serve: Serve):
 
 @SPECULATION
 async def test_among_eight_unseeded_requests_in_either_order(serve: Serve, speculation: str | None):
+    """BC-048: other people's draws change nothing."""
     server = await serve(speculative_config=speculation)
     expected = await text_of(server)
     last = (await asyncio.gather(*(unseeded(server, prompt) for prompt in OTHERS), text_of(server)))[-1]
@@ -54,6 +56,7 @@ async def test_among_eight_unseeded_requests_in_either_order(serve: Serve, specu
 
 @SPECULATION
 async def test_with_its_prompt_computed_in_chunks(serve: Serve, speculation: str | None):
+    """BC-048: nor does how the prompt is cut."""
     prompt = "Once upon a time there was a little girl who lived in a house by the sea. " * 2
     texts = set()
     for budget in (512, 33, 7):
@@ -66,7 +69,7 @@ async def test_with_its_prompt_computed_in_chunks(serve: Serve, speculation: str
 
 @SPECULATION
 async def test_after_a_preemption(serve: Serve, speculation: str | None):
-    """Of two running requests the younger gives way, so it is this one that is preempted."""
+    """BC-048: of two running requests the younger gives way, so it is this one that is preempted."""
     expected = await text_of(await serve(speculative_config=speculation))
     server = await serve(speculative_config=speculation, num_kv_blocks=8, block_size=8)
     older = asyncio.create_task(unseeded(server, "The old man", max_tokens=53))
