@@ -5,12 +5,16 @@
 # The base may be anything with Python 3.11+ and its venv module (Debian: python3 python3-venv). The secrets are for
 # building behind a proxy or an own package index; they exist while pip runs and are in no layer. See docs/image.md.
 ARG BASE_IMAGE=python:3.12-slim
+# --build-arg EXTRAS=fast adds the compiled kernels for real models (200 MB), compiled for the machine that builds.
+ARG EXTRAS=""
 
 FROM ${BASE_IMAGE} AS build
+ARG EXTRAS
 WORKDIR /src
 # Dependencies first and by themselves: a change of the code then reuses this layer.
 COPY pyproject.toml constraints.txt ./
-RUN python3 -c "import tomllib; print(*tomllib.load(open('pyproject.toml', 'rb'))['project']['dependencies'], sep='\n')" \
+RUN EXTRAS="${EXTRAS}" python3 -c "import os, tomllib; p = tomllib.load(open('pyproject.toml', 'rb'))['project']; \
+        print(*p['dependencies'], *(d for e in os.environ['EXTRAS'].split() for d in p['optional-dependencies'][e]), sep='\n')" \
         > requirements.txt && python3 -m venv /opt/octavo
 RUN --mount=type=secret,id=pip_conf,target=/run/secrets/pip.conf \
     --mount=type=secret,id=ca_bundle,target=/run/secrets/ca.pem \
@@ -42,6 +46,8 @@ ENV PATH=/opt/octavo/bin:$PATH \
     OCTAVO_PORT=8000
 USER 10001
 WORKDIR /home/octavo
+ARG EXTRAS
+RUN case " ${EXTRAS} " in *" fast "*) python -m core.model.kernels .cache/octavo;; esac
 EXPOSE 8000
 STOPSIGNAL SIGTERM
 # http.client and not urllib: the latter would ask a proxy named in the environment.

@@ -5,9 +5,12 @@ people's traffic cannot change an answer. Philox: Salmon et al. 2011 (SC'11), co
 """
 
 import enum
+import math
 
 import numpy as np
 from numpy.typing import NDArray
+
+NEAR = 6.0  # below the most likely in log law: tokens that are tried first
 
 
 class Purpose(enum.IntEnum):
@@ -31,6 +34,24 @@ def gumbel_noise(
     seed: int, choice: int, position: int, purpose: Purpose, vocab_size: int, index: int = 0
 ) -> NDArray[np.float64]:
     """(V,) float64 standard Gumbel noise by token id; argmax(log law + noise) is a draw from the law."""
-    uniform_V = generator(seed, choice, position, purpose, index).random(vocab_size)
+    return gumbel(generator(seed, choice, position, purpose, index).random(vocab_size))
+
+
+def gumbel(uniform: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Standard Gumbel noise from uniform; larger of larger."""
     # random() can be 0, whose logarithm is infinite; half its spacing is as good.
-    return np.asarray(-np.log(-np.log(np.maximum(uniform_V, 2.0**-54))))
+    return np.asarray(-np.log(-np.log(np.maximum(uniform, 2.0**-54))))
+
+
+def gumbel_argmax(log_law_V: NDArray[np.floating], uniform_V: NDArray[np.float64]) -> int:
+    """argmax(log_law_V + gumbel(uniform_V)), without the logarithms of those that cannot win.
+
+    Tokens within NEAR of the most likely are tried first; one further down wins only with noise above a number that
+    the best of those gives, and so only with a uniform number above another.
+    """
+    top = float(log_law_V.max())
+    near = np.flatnonzero(log_law_V >= top - NEAR)
+    best = float((log_law_V[near] + gumbel(uniform_V[near])).max())
+    least = math.exp(-math.exp(-(best - top + NEAR))) * (1 - 1e-12)  # rounding must not lose one
+    candidates = np.union1d(near, np.flatnonzero(uniform_V > least))
+    return int(candidates[(log_law_V[candidates] + gumbel(uniform_V[candidates])).argmax()])

@@ -11,13 +11,14 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from core.decoding.noise import Purpose, gumbel_noise
+from core.decoding.noise import Purpose, generator, gumbel_argmax
 from core.errors import NothingAllowed
 from core.request import Request, TokenLogprobs
 from core.sampling_params import SamplingParams
 
 LOGPROB_FLOOR = -9999.0  # JSON has no infinity
 _FEW = 1024  # tokens tried first when a nucleus is cut out
+_REACH = 12.0  # of logits below the largest, where the most likely are looked for first
 
 Floats = NDArray[np.floating]
 
@@ -128,11 +129,13 @@ def _keep_most_likely(logits_V: NDArray[np.float64], params: SamplingParams) -> 
     top_k = params.top_k if 0 < params.top_k < len(logits_V) else 0
     if not top_k and params.top_p == 1 and params.min_p == 0:
         return logits_V
-    is_kept_V = np.exp(logits_V) >= params.min_p  # relative to the most likely, so earlier filters do not matter
-    if top_k or params.top_p < 1:
-        kept = _top_k_and_p(logits_V, top_k, params.top_p)
-        is_kept_V[np.delete(np.arange(len(logits_V)), kept)] = False
-    return np.where(is_kept_V, logits_V, -np.inf)
+    if not top_k and params.top_p == 1:
+        return np.where(np.exp(logits_V) >= params.min_p, logits_V, -np.inf)
+    kept = _top_k_and_p(logits_V, top_k, params.top_p)
+    kept = kept[np.exp(logits_V[kept]) >= params.min_p]  # relative to the most likely, so the order does not matter
+    filtered_V = np.full_like(logits_V, -np.inf)
+    filtered_V[kept] = logits_V[kept]
+    return filtered_V
 
 
 def _top_k_and_p(logits_V: NDArray[np.float64], top_k: int, top_p: float) -> NDArray[np.int64]:
@@ -155,8 +158,11 @@ def _most_likely(logits_V: Floats, num: int) -> NDArray[np.int64]:
     """Ids of the `num` largest, largest first, of equals the lower id first; all if there are not so many."""
     if num == 0:
         return np.empty(0, np.int64)
-    candidates = np.arange(len(logits_V))
-    if num < len(logits_V):
+    if num >= len(logits_V):
+        candidates = np.arange(len(logits_V))
+    else:  # Laws are peaked: those not far below the top are few, and finding them is cheaper than a partition.
+        candidates = np.flatnonzero(logits_V >= logits_V.max() - _REACH)
+    if not num <= len(candidates) <= 2 * _FEW and num < len(logits_V):
         candidates = np.flatnonzero(logits_V >= np.partition(logits_V, -num)[-num])  # with ties, more than num
     return np.asarray(candidates[np.argsort(-logits_V[candidates], kind="stable")][:num])
 
@@ -186,15 +192,15 @@ def sample_keyed(logits_V: Floats, request: Request, extra: Sequence[int] = ()) 
     if request.params.is_greedy:
         return int(processed_V.argmax())
     position = request.num_tokens + len(extra)
-    noise_V = gumbel_noise(request.seed, request.choice, position, Purpose.SAMPLE, len(processed_V))
-    return int((processed_V + noise_V).argmax())
+    uniform_V = generator(request.seed, request.choice, position, Purpose.SAMPLE).random(len(processed_V))
+    return gumbel_argmax(processed_V, uniform_V)
 
 
 def sample_draft(probs_V: NDArray[np.float64], request: Request, index: int) -> int:
     """A draft token drawn from `probs_V` with noise of its own, keyed by where the verification starts."""
-    noise_V = gumbel_noise(request.seed, request.choice, request.num_tokens, Purpose.DRAFT, len(probs_V), index)
+    uniform_V = generator(request.seed, request.choice, request.num_tokens, Purpose.DRAFT, index).random(len(probs_V))
     with np.errstate(divide="ignore"):
-        return int((np.log(probs_V) + noise_V).argmax())
+        return gumbel_argmax(np.log(probs_V), uniform_V)
 
 
 def token_logprobs(logits_V: Floats, token_id: int, num_top: int) -> TokenLogprobs:

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-import core.decoding.noise
+import core.decoding.sampler
 import core.model_runner
 from core.decoding.proposers import Draft, DraftModelProposer, NgramProposer, Proposal
 from core.memory.block_manager import BlockManager
@@ -274,7 +274,7 @@ def test_no_noise_decides_twice(num_blocks: int, monkeypatch: pytest.MonkeyPatch
 
         return generator
 
-    monkeypatch.setattr(core.decoding.noise, "generator", noted(core.decoding.noise.generator))
+    monkeypatch.setattr(core.decoding.sampler, "generator", noted(core.decoding.sampler.generator))
     monkeypatch.setattr(core.model_runner, "generator", noted(core.model_runner.generator))
     requests = [
         a_request(str(i), prompt_of(i), SamplingParams(max_tokens=20, ignore_eos=True), drafts=i % 4, seed=i)

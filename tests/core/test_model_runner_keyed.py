@@ -94,12 +94,19 @@ def enumerate_keyed(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Outcome]:
         params = replace(PARAMS[name], max_tokens=length)
         every = list(paths(laws_of(TARGET, params), laws_of(DRAFT, params), length))
 
-        def gumbel_noise(seed: int, choice: int, position: int, purpose: Purpose, size: int) -> Doubles:
-            assert (Purpose.SAMPLE, 2) == (purpose, size)
-            number = every[choice].numbers[position - len(PROMPT)]
-            return -np.log([number, 1 - number])
+        class Uniform:
+            """Numbers whose Gumbel noise is minus the logarithm of the path's own."""
 
-        monkeypatch.setattr(sampler, "gumbel_noise", gumbel_noise)
+            def __init__(self, seed: int, choice: int, position: int, purpose: Purpose) -> None:
+                assert Purpose.SAMPLE == purpose
+                number = every[choice].numbers[position - len(PROMPT)]
+                self._numbers = np.exp([-number, number - 1])
+
+            def random(self, size: int) -> Doubles:
+                assert size == len(self._numbers)
+                return self._numbers
+
+        monkeypatch.setattr(sampler, "generator", Uniform)
         requests = [
             a_request(str(i), PROMPT, params, drafts=num_drafts, choice=i, prediction=predicted)
             for i in range(len(every))

@@ -8,6 +8,8 @@ docs/kernels.md says why they are built this way and what was measured. Numba is
 
 import hashlib
 import logging
+import os
+import tempfile
 from pathlib import Path
 from types import ModuleType
 
@@ -25,7 +27,18 @@ def load(cache_dir: Path | None) -> ModuleType:
     if cache_dir is not None:
         sources = b"".join(path.read_bytes() for path in sorted(Path(__file__).parent.glob("*.py")))
         state = hashlib.sha256(sources + numba.__version__.encode()).hexdigest()[:16]
-        numba.config.CACHE_DIR = str(cache_dir / "kernels" / state)
+        numba.config.CACHE_DIR = str(writable(cache_dir / "kernels" / state))
     from core.model.kernels import packed_model
 
     return packed_model
+
+
+def writable(wanted: Path) -> Path:
+    """The folder, or one that lasts as long as this process where it cannot be made."""
+    if not wanted.exists():
+        logger.info("compiling kernels for this machine, once: about half a minute for each --dtype")
+    try:
+        wanted.mkdir(parents=True, exist_ok=True)
+        return wanted if os.access(wanted, os.W_OK) else Path(tempfile.mkdtemp(prefix="octavo-kernels-"))
+    except OSError:
+        return Path(tempfile.mkdtemp(prefix="octavo-kernels-"))

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from core.decoding.noise import Purpose, generator, gumbel_noise
+from core.decoding.noise import Purpose, generator, gumbel, gumbel_argmax, gumbel_noise
 from core.sampling_params import INT64_MAX, INT64_MIN
 from tests import oracle
 
@@ -107,3 +107,20 @@ def test_gumbel_noise_survives_a_uniform_of_zero(monkeypatch: pytest.MonkeyPatch
 
     monkeypatch.setattr("core.decoding.noise.generator", lambda *key: Zero())
     assert np.isfinite(gumbel_noise(0, 0, 0, Purpose.SAMPLE, 3)).all()
+
+
+@given(
+    st.lists(st.one_of(st.floats(-60, 20), st.just(-np.inf)), min_size=1, max_size=40),
+    st.integers(1, 30),
+    st.integers(0, 10**6),
+)
+def test_gumbel_argmax_is_the_argmax_of_law_plus_noise(few: list[float], times: int, seed: int) -> None:
+    """Flat and peaked laws, with holes; unlikely tokens win by their noise, too."""
+    law_V = np.tile(few, times)
+    law_V[seed % len(law_V)] = 0.0
+    uniform_V = np.random.default_rng(seed).random(len(law_V)) ** (1 / (1 + seed % 5 * 1000))
+    assert int((law_V + gumbel(uniform_V)).argmax()) == gumbel_argmax(law_V, uniform_V)
+
+
+def test_a_token_far_below_the_top_can_win_by_its_noise() -> None:
+    assert 1 == gumbel_argmax(np.array([0.0, -20.0, -20.0]), np.array([0.5, 1 - 1e-12, 0.5]))
