@@ -34,6 +34,7 @@ from core.model_runner import ModelRunner
 from core.tokenizer import ByteTokenizer, Tokenizer, load_tokenizer
 
 SLOW_WARM_UP_S = 3.0
+MAX_KERNEL_THREADS = 16  # a product of few rows is cut into about as many units
 
 logger = logging.getLogger(__name__)
 
@@ -158,7 +159,7 @@ def load_engine(config: EngineConfig, *, clock: Callable[[], float] = time.monot
         num_kv_blocks=memory.num_blocks,
         num_tier_slots=_num_tier_slots(config, memory),
         max_model_len=memory.max_model_len,
-        num_threads=config.num_threads or max(1, num_usable_cores() - (chosen.kernels == "numpy")),
+        num_threads=config.num_threads or _default_threads(chosen),
     )
     _limit_threads(config, chosen)
     model, cache = _model_and_cache(weights, memory, config, chosen, "target")
@@ -222,12 +223,17 @@ def _model_and_cache(
     return model, cache
 
 
+def _default_threads(chosen: Numerics) -> int:
+    """All cores for the kernels, as far as a pass has work for them; one less for BLAS."""
+    return max(1, num_usable_cores() - 1) if chosen.kernels == "numpy" else min(MAX_KERNEL_THREADS, num_usable_cores())
+
+
 def _warm_up(model: Model, cache: Cache) -> None:
     """Compile, or load what was compiled, before the first request: one token in a block that nobody owns yet."""
     started_s = time.monotonic()
     model.forward(flat_batch([([0], 0, [0])], cache.block_size), cache, np.zeros(1, np.int64))
     if (seconds := time.monotonic() - started_s) > SLOW_WARM_UP_S:
-        logger.info("kernels compiled in %.0f s; the next start finds them", seconds)
+        logger.info("the first pass took %.0f s, most of it to compile", seconds)
 
 
 def _check_pair(target: ModelConfig, draft: ModelConfig) -> None:

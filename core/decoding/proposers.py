@@ -19,6 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from core.decoding.sampler import law, sample_draft, sample_keyed
+from core.errors import NumericalFault
 from core.model.numerics import Cache, Model
 from core.model.transformer import flat_batch
 from core.request import Request
@@ -146,7 +147,10 @@ class DraftModelProposer:
     def _forward(self, runs: Sequence[tuple[ScheduledRequest, Sequence[int], int]]) -> NDArray[np.float32]:
         batch = flat_batch([(tokens, position, s.block_ids) for s, tokens, position in runs], self.cache.block_size)
         last_rows = np.array([span.row + span.num_tokens - 1 for span in batch.spans])
-        return self._model.forward(batch, self.cache, last_rows)
+        logits_RV = self._model.forward(batch, self.cache, last_rows)
+        if not np.isfinite(logits_RV.max(axis=1)).all():
+            raise NumericalFault("logits of the draft model are not finite")
+        return logits_RV
 
 
 def _goes_on(draft: Draft, scheduled: ScheduledRequest) -> bool:

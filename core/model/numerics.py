@@ -79,15 +79,16 @@ def resolve(
         if value not in allowed:
             raise InvalidRequest(f"{name} is {value!r}, allowed are {', '.join(allowed)}", name)
     is_compact = {dtype, kv_cache_dtype} & {"bfloat16", "int8"}
+    field = "dtype" if dtype in is_compact else "kv_cache_dtype"
     obstacle = _obstacle(configs, block_size)
     if kernels == "auto":
         kernels = "numba" if obstacle is None and (is_compact or not is_embedded) else "numpy"
         if is_compact and obstacle is not None:
-            raise InvalidRequest(f"{', '.join(sorted(is_compact))} needs kernels numba: {obstacle}", "dtype")
+            raise InvalidRequest(f"{', '.join(sorted(is_compact))} needs kernels numba: {obstacle}", field)
     if kernels == "numba" and obstacle is not None:
         raise InvalidRequest(f"kernels numba cannot be had: {obstacle}", "kernels")
     if kernels == "numpy" and is_compact:
-        raise InvalidRequest(f"kernels numpy compute in float32, not in {', '.join(sorted(is_compact))}", "dtype")
+        raise InvalidRequest(f"kernels numpy compute in float32, not in {', '.join(sorted(is_compact))}", field)
     if dtype == "auto":
         dtype = "float32" if kernels == "numpy" or is_embedded else "bfloat16"
     if kv_cache_dtype == "auto":
@@ -97,14 +98,14 @@ def resolve(
 
 def _obstacle(configs: Sequence[ModelConfig], block_size: int) -> str | None:
     """Why the kernels will not do, or None."""
-    if importlib.util.find_spec("numba") is None:
-        return "the package numba is not installed (the extra 'fast' brings it)"
     if block_size % _LANES:
         return f"block_size is {block_size}, a multiple of {_LANES} is needed"
     for config in configs:
         for name in ("hidden_size", "intermediate_size", "head_dim"):
             if getattr(config, name) % _PANEL:
                 return f"the model's {name} is {getattr(config, name)}, a multiple of {_PANEL} is needed"
+    if importlib.util.find_spec("numba") is None:
+        return "the package numba is not installed (the extra 'fast' brings it)"
     return None
 
 

@@ -6,9 +6,11 @@ walk over tiles, `step` puts the phases in order, `claims` and `team` share them
 docs/kernels.md says why they are built this way and what was measured. Numba is imported only when `load` is called.
 """
 
+import contextlib
 import hashlib
 import logging
 import os
+import shutil
 import tempfile
 from pathlib import Path
 from types import ModuleType
@@ -17,7 +19,7 @@ logger = logging.getLogger(__name__)
 
 
 def load(cache_dir: Path | None) -> ModuleType:
-    """The module `packed_model`, with compiled code kept below `cache_dir`.
+    """The module `packed_model`, with compiled code kept below `cache_dir` (None: where Numba keeps it).
 
     Numba looks at the date of one file only to see whether its kept code is stale; so the code of each state of this
     package lies in a folder of its own.
@@ -34,11 +36,14 @@ def load(cache_dir: Path | None) -> ModuleType:
 
 
 def writable(wanted: Path) -> Path:
-    """The folder, or one that lasts as long as this process where it cannot be made."""
+    """The folder, or where it cannot be written another one with what is in it."""
     if not wanted.exists():
         logger.info("compiling kernels for this machine, once: about half a minute for each --dtype")
-    try:
+    with contextlib.suppress(OSError):
         wanted.mkdir(parents=True, exist_ok=True)
-        return wanted if os.access(wanted, os.W_OK) else Path(tempfile.mkdtemp(prefix="octavo-kernels-"))
-    except OSError:
-        return Path(tempfile.mkdtemp(prefix="octavo-kernels-"))
+    if os.access(wanted, os.W_OK):
+        return wanted
+    instead = Path(tempfile.mkdtemp(prefix="octavo-kernels-"))
+    if wanted.is_dir():  # compiled ahead, on a file system that cannot be written: Numba wants to be able to
+        shutil.copytree(wanted, instead, dirs_exist_ok=True)
+    return instead

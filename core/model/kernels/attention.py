@@ -99,7 +99,8 @@ def rotate_and_store(sync, phase, rank, sizes, layer, batch, cache, scratch):
                 rotate_head(head_at, row_at + i * head_dim * WORD_BYTES, cos, sin, half, scale)
                 pack(query, query_at, 0, i * head_dim, head_at, head_dim, head_dim)
             if not is_finite(qkv, row, k_start, 2 * sizes.num_kv_heads * head_dim):
-                scratch.fault[0] = layer + 1
+                if scratch.fault[0] == 0:  # those after it follow from the first
+                    scratch.fault[0] = layer + 1
                 continue
             block, offset = batch.slots[row] // sizes.block_size, batch.slots[row] % sizes.block_size
             for i in range(sizes.num_kv_heads):

@@ -1,4 +1,4 @@
-"""What is done to one row at a time: norm, rotation, SwiGLU, softmax, and writing rows as operands.
+"""What is done to one row at a time: norms, rotation, and writing rows as operands.
 
 Rows are addressed by number in whole arrays, never sliced: a slice counts references, and two threads would fight over
 the count. Sums run over a fixed number of terms, so that they add in one order.
@@ -19,6 +19,7 @@ from core.model.kernels.simd import (
     store_int8,
 )
 
+_LARGEST = np.float32(1e38)  # what is below it stays finite when it is turned and rounded
 _REORDERED = {"reassoc", "contract", "arcp", "nsz"}  # sums in lanes: another order than written, always the same one
 
 
@@ -87,13 +88,13 @@ def rotate_head(out, x, cos, sin, half, scale):
         rotate(out + i, x + i, half * WORD_BYTES, cos + i, sin + i, scale)
 
 
-@njit(nogil=True, error_model="numpy", fastmath={"reassoc"})
+@njit(nogil=True, error_model="numpy")
 def is_finite(x, row, start, num):
-    """True if a stretch of a row has neither infinity nor NaN."""
-    spoilt = np.float32(0)
+    """True if a stretch of a row has no NaN, no infinity, and nothing that rotating or rounding would make one."""
+    num_spoilt = 0
     for i in range(num):
-        spoilt += x[row, start + i] * np.float32(0)
-    return spoilt == np.float32(0)
+        num_spoilt += 0 if abs(x[row, start + i]) < _LARGEST else 1
+    return num_spoilt == 0
 
 
 def element(table, row, col):

@@ -47,8 +47,7 @@ class PackedKVCache:
         values = aligned((*lead, block_size // per, config.head_dim), word)
         slots = values if per == 1 else values.view(np.uint16).reshape(*values.shape, 2)
         self.arrays = CacheArrays(keys, values, slots)
-        block_words = keys[0, 0].size * config.num_layers
-        tier_shape = (num_tier_slots, 2, config.num_layers, block_words // config.num_layers)
+        tier_shape = (num_tier_slots, 2, config.num_layers, keys[0, 0].size)
         if tier_file is None or num_tier_slots == 0:
             self._tier = np.zeros(tier_shape, word)
         else:

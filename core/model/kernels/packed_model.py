@@ -45,7 +45,7 @@ class PackedTransformer:
     """Forward passes over packed weights. Interface of `Transformer`.
 
     Args:
-        config: its sizes; `supports` says which will do.
+        config: its sizes; widths are multiples of 32 (see `core.model.numerics`).
         tensors: by Hugging Face's names, (out, in).
         max_positions: positions it will be asked for.
         dtype: of the weights and of the products' left operands.
@@ -91,6 +91,7 @@ class PackedTransformer:
 
     def logits(self, hidden_RD: Floats) -> Floats:
         """(R, V) float32 logits of so many rows of hidden states."""
+        hidden_RD = np.ascontiguousarray(hidden_RD, np.float32)
         num_rows, width = hidden_RD.shape
         # A row that is a whole number of pages would keep all rows in the same corner of the cache.
         out = np.empty((num_rows, self._weights.head.words.shape[1] * PANEL + LANES), np.float32)
@@ -107,15 +108,16 @@ class PackedTransformer:
     def _sizes(self, block_size: int) -> Sizes:
         c = self.config
         return Sizes(
-            c.num_layers, c.num_heads, c.num_kv_heads, c.head_dim, c.intermediate_size, block_size, self._group,
+            c.num_layers, c.num_heads, c.num_kv_heads, c.head_dim, block_size, self._group,
             self._team.num_ranks, np.float32(c.rms_norm_eps), self._cos, self._sin,
         )  # fmt: skip
 
     def _room(self, num_rows: int, cache: PackedKVCache) -> Scratch:
-        """Scratch for a pass of so many rows; kept, and made anew only to grow."""
-        if self._scratch is None or len(self._scratch.stream) < num_rows:
-            self._scratch = self._make_scratch(num_rows, cache)
-        return self._scratch
+        """Scratch for a pass of so many rows; kept, and made anew to grow or for a cache of another dtype."""
+        old, dtype = self._scratch, WORD_DTYPES[cache.dtype]
+        if old is None or len(old.stream) < num_rows or old.query.dtype != dtype:
+            self._scratch = old = self._make_scratch(num_rows, cache)
+        return old
 
     def _make_scratch(self, rows: int, cache: PackedKVCache) -> Scratch:
         c, dtype = self.config, self.dtype

@@ -72,7 +72,8 @@ def pack_into(packed: Packed, dtype: str, weight_NK: NDArray[np.floating], group
 def _quantise(packed: Packed, weight_NK: NDArray[np.float32], group: int) -> NDArray[np.int8]:
     """int8 weights; their scales and offsets go into `packed`."""
     scales_N = np.maximum(np.abs(weight_NK).max(axis=1), np.float32(1e-30)) / np.float32(127)
-    quantised_NK = np.rint(weight_NK / scales_N[:, None]).astype(np.int8)
+    with np.errstate(invalid="ignore"):  # a column with NaN or infinity has such a scale, which spoils all it gives
+        quantised_NK = np.nan_to_num(np.rint(weight_NK / scales_N[:, None])).astype(np.int8)
     sums_NG = quantised_NK.reshape(len(weight_NK), -1, group).sum(axis=2, dtype=np.int32)
     for n in range(0, len(weight_NK), PANEL):
         panel = slice(n, n + PANEL)

@@ -453,7 +453,11 @@ def store_int8(typing: Any, target: Any, scale: Any, source: Any, num: Any) -> A
         largest = _tree(lambda x, y: _call(b, "llvm.maxnum.v16f32", _FLOATS, x, y), sizes)
         largest = _call(b, "llvm.vector.reduce.fmax.v16f32", _FLOAT, largest)
         largest = _call(b, "llvm.maxnum.f32", _FLOAT, largest, ir.Constant(_FLOAT, 1e-30))
-        b.store(b.fdiv(largest, ir.Constant(_FLOAT, 127.0)), _pointer(b, args[1], _FLOAT)).align = WORD_BYTES
+        # The maximum passes over NaN, and bytes have none: zero times all makes the scale NaN, and so the row's sums.
+        spoilt = _tree(b.fadd, [b.fmul(x, _floats(0.0)) for x in loaded])
+        spoilt = _tree(b.fadd, [b.extract_element(spoilt, ir.Constant(_INT, lane)) for lane in range(LANES)])
+        scale = b.fadd(b.fdiv(largest, ir.Constant(_FLOAT, 127.0)), spoilt)
+        b.store(scale, _pointer(b, args[1], _FLOAT)).align = WORD_BYTES
         inverse = _splat(b, b.fdiv(ir.Constant(_FLOAT, 127.0), largest), _FLOATS)
         octets = ir.VectorType(ir.IntType(8), LANES)
         start = _pointer(b, args[0], octets)

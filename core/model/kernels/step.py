@@ -51,7 +51,6 @@ class Sizes(NamedTuple):
     num_heads: int
     num_kv_heads: int
     head_dim: int
-    intermediate_size: int
     block_size: int
     group: int
     num_ranks: int

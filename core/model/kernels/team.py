@@ -1,12 +1,10 @@
 """The only threads that core starts: they make the same compiled call as their caller, and hold no state."""
 
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 from core.model.kernels.claims import counters
-
-MAX_THREADS = 64
 
 
 class Team:
@@ -25,8 +23,12 @@ class Team:
     def run(self, function: Callable[..., None], *args: Any) -> None:
         """function(rank, sync, *args) on all ranks; back when every unit is complete and nobody is inside any more."""
         self.sync[:] = 0
-        helpers = [self._helpers.submit(function, rank, self.sync, *args) for rank in range(1, self.num_ranks)]
-        function(0, self.sync, *args)
-        for helper in helpers:
-            if not helper.cancel():  # one that has not begun came too late, and no unit waits for it
-                helper.result()
+        helpers: list[Future[None]] = []
+        try:
+            for rank in range(1, self.num_ranks):
+                helpers.append(self._helpers.submit(function, rank, self.sync, *args))
+            function(0, self.sync, *args)
+        finally:  # nobody may be inside when the counters are next set to zero
+            for helper in helpers:
+                if not helper.cancel():  # one that has not begun came too late, and no unit waits for it
+                    helper.result()
