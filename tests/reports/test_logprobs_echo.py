@@ -11,7 +11,7 @@ from core import EngineConfig
 from core.engine import Engine
 from core.step import count_only
 from tests.app.servers import MODEL, RunningServer, in_process
-from tests.core.test_tokenizer import spm
+from tests.core.test_tokenizer_gguf import spm
 from tests.reports.conftest import Serve
 from tools.make_tiny_gguf import TinyModel, write_gguf
 
