@@ -27,6 +27,7 @@ from typing import Any
 
 from threadpoolctl import threadpool_limits
 
+from app.settings import Settings
 from benchmarks import load_line
 from core import EMBEDDED_MODEL, Engine, EngineConfig, NewRequest, SamplingParams, SpeculativeConfig, load_engine
 from core.scheduling.drafting import DraftOutlook
@@ -111,9 +112,9 @@ def run_round(engine: Engine, case: Case, numbers: range, max_tokens: int) -> Me
     """Decode these requests together until one of them ends; what the steps behind their prompts took."""
     for request in requests_of(case, numbers, engine, max_tokens):
         engine.add(request)
-    before, num_waiting = engine.stats, len(numbers)
-    while num_waiting:
-        num_waiting -= sum(output.num_generated_tokens == 1 for output in engine.step())
+    before, waiting = engine.stats, {str(number) for number in numbers}
+    while waiting:
+        waiting -= {output.request_id for output in engine.step()}  # the first may be of several tokens
         before = engine.stats
     num_steps, num_turns, started_s = 0, 0, time.process_time()
     has_ended = False
@@ -143,7 +144,7 @@ def size_of(model: str, batch: int) -> tuple[int, int]:
     """Rounds, with the one that warms up, and tokens a request: as much as takes minutes and not hours."""
     if model == EMBEDDED_MODEL:
         return 1 + max(1, 6 // batch), 128
-    return 1 + max(1, 3 // batch), 48 if batch < 32 else 24
+    return 1 + max(1, 3 // batch), 128
 
 
 def run_way(model: str, case: Case, way: str, batch: int, num_drafts: int) -> Measured:
@@ -154,7 +155,11 @@ def run_way(model: str, case: Case, way: str, batch: int, num_drafts: int) -> Me
         adaptive=way == "adaptive",
         disable_by_batch_size=batch,  # however many run: what drafts cost in a large batch is the question
     )
-    limits: dict[str, Any] = {"num_kv_blocks": batch * BLOCKS_EACH, "max_num_batched_tokens": 512}
+    limits: dict[str, Any] = {
+        "num_kv_blocks": batch * BLOCKS_EACH,
+        "max_num_batched_tokens": 512,
+        "cache_dir": Settings().cache_dir,
+    }
     engine = load_engine(
         EngineConfig(model=model, speculative=None if way == "off" else speculative, num_threads=1, **limits),
         clock=time.process_time,
