@@ -136,7 +136,7 @@ def ca_bundle() -> Path:
     return next(path for path in paths if path.is_file())
 
 
-def build(buildah: Buildah, work: Path) -> list[str]:
+def build(buildah: Buildah, work: Path, extras: str) -> list[str]:
     """Build the image; returns the marks that only the secrets carried."""
     marks = [secrets.token_hex(16), secrets.token_hex(16)]
     lines = [f"{key} = {value}" for key, value in pip_settings().items()]
@@ -145,6 +145,7 @@ def build(buildah: Buildah, work: Path) -> list[str]:
     bundle.write_bytes(ca_bundle().read_bytes() + f"\n# {marks[1]}\n".encode())
     secret = ("--secret", f"id=pip_conf,src={pip_conf}", "--secret", f"id=ca_bundle,src={bundle}")
     where = ("--isolation", "chroot", "--network", "host", "--pull-never", "--build-arg", f"BASE_IMAGE={BASE}")
+    where += ("--build-arg", f"EXTRAS={extras}")
     buildah("bud", "--quiet", "--format", "docker", *where, *secret, "--tag", IMAGE, ROOT, timeout_s=900)
     return marks
 
@@ -270,11 +271,11 @@ def print_size(archive: Path) -> None:
     print(f"image size: {sum(ours):.0f} MB on a base of {base:.0f} MB; both packed for transfer {packed:.0f} MB")
 
 
-def check(buildah: Buildah, work: Path) -> None:
+def check(buildah: Buildah, work: Path, extras: str) -> None:
     if not buildah.has(BASE):
         make_base(buildah, work)
     started = time.monotonic()
-    marks = build(buildah, work)
+    marks = build(buildah, work, extras)
     print(f"built in {time.monotonic() - started:.0f} s", flush=True)
     try:
         image = json.loads(buildah("inspect", "--type", "image", IMAGE))
@@ -291,6 +292,7 @@ def main() -> int:
     cache = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache"), "octavo", "image")
     parser.add_argument("--cache", type=Path, default=cache, help="where the base image is kept between runs")
     parser.add_argument("--fresh", action="store_true", help="make the base image anew")
+    parser.add_argument("--extras", default="", help="of the package, to be installed too: fast")
     options = parser.parse_args()
     missing = [name for name in ("buildah", "debootstrap", "curl", "tar", "gzip") if not shutil.which(name)]
     if missing or os.geteuid() != 0:
@@ -300,7 +302,7 @@ def main() -> int:
     options.cache.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=options.cache) as work:
         try:
-            check(Buildah(options.cache), Path(work))
+            check(Buildah(options.cache), Path(work), options.extras)
         except (CheckFailed, subprocess.TimeoutExpired) as error:
             print(f"image check failed: {error}", file=sys.stderr)
             return 1
