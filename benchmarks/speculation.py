@@ -235,7 +235,8 @@ def main() -> int:
                     best = compare(model, case, batch, options.drafts, turns)
                 lines.append(row(model, case, batch, best, options.drafts))
                 print(lines[-1], flush=True)
-    command = f"`python -m benchmarks.speculation {' '.join(sys.argv[1:])}`".replace(" `", "`")
+    words = [Path(word).name if word.endswith(".gguf") else word for word in sys.argv[1:]]
+    command = f"`python -m benchmarks.speculation {' '.join(words)}`".replace(" `", "`")
     lines += ["", f"{command}, {load_line()[1]}.", ""]
     print("\n".join(lines[-3:]))
     if options.write:
