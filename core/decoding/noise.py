@@ -30,13 +30,6 @@ def generator(seed: int, choice: int, position: int, purpose: Purpose, index: in
     return np.random.Generator(np.random.Philox(key=key, counter=counter))
 
 
-def gumbel_noise(
-    seed: int, choice: int, position: int, purpose: Purpose, vocab_size: int, index: int = 0
-) -> NDArray[np.float64]:
-    """(V,) float64 standard Gumbel noise by token id; argmax(log law + noise) is a draw from the law."""
-    return gumbel(generator(seed, choice, position, purpose, index).random(vocab_size))
-
-
 def gumbel(uniform: NDArray[np.float64]) -> NDArray[np.float64]:
     """Standard Gumbel noise from uniform; larger of larger."""
     # random() can be 0, whose logarithm is infinite; half its spacing is as good.

@@ -1,6 +1,6 @@
 """Compiled kernels: one pass over the model as one call without Python's lock, on all the threads there are.
 
-The way of an operand: `packing` lays it out, `simd` has the tiles as vector instructions, `products` and `attention`
+The way of an operand: `packing` lays it out, `simd` and `lanes` are the vector instructions, `products` and `attention`
 walk over tiles, `step` puts the phases in order, `claims` and `team` share them between threads, `packed_model` and
 `packed_cache` look to the rest of core like `Transformer` and `KVCache`, the reference that tests hold these to.
 docs/kernels.md says why they are built this way and what was measured. Numba is imported only when `load` is called.

@@ -13,7 +13,8 @@ from numba.extending import overload
 
 from core.model.kernels.claims import claim, complete, wait
 from core.model.kernels.elementwise import address, bfloat16, is_finite, pack, rotate_head
-from core.model.kernels.simd import LANES, WORD_BYTES, exp, prefetch, soften, tile
+from core.model.kernels.lanes import exp, prefetch, soften
+from core.model.kernels.simd import LANES, WORD_BYTES, tile
 
 CHUNK = 128  # context tokens between two looks at the running maximum
 QUERY_TILE = 8  # query positions in a unit

@@ -8,16 +8,8 @@ import numpy as np
 from numba import njit, types
 from numba.extending import overload
 
-from core.model.kernels.simd import (
-    LANES,
-    WORD_BYTES,
-    bits_from_float,
-    copy_lanes,
-    float_from_bits,
-    rotate,
-    store_bfloat16,
-    store_int8,
-)
+from core.model.kernels.lanes import bits_from_float, copy_lanes, float_from_bits, rotate, store_bfloat16, store_int8
+from core.model.kernels.simd import LANES, WORD_BYTES
 
 _LARGEST = np.float32(1e38)  # what is below it stays finite when it is turned and rounded
 _REORDERED = {"reassoc", "contract", "arcp", "nsz"}  # sums in lanes: another order than written, always the same one

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from core.model.kernels.attention import attend, rotate_and_store
 from core.model.kernels.claims import claim, complete, wait
 from core.model.kernels.elementwise import address, element, normalise, pack
+from core.model.kernels.lanes import swiglu
 from core.model.kernels.packing import PANEL, Packed, Words
 from core.model.kernels.products import (
     ROW_BLOCK,
@@ -23,7 +24,7 @@ from core.model.kernels.products import (
     num_row_blocks,
     panels_a_unit,
 )
-from core.model.kernels.simd import LANES, WORD_BYTES, swiglu
+from core.model.kernels.simd import LANES, WORD_BYTES
 
 PHASES_A_LAYER = 8
 OTHER_PHASES = 2

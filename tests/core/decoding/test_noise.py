@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from core.decoding.noise import Purpose, generator, gumbel, gumbel_argmax, gumbel_noise
+from core.decoding.noise import Purpose, generator, gumbel, gumbel_argmax
 from core.sampling_params import INT64_MAX, INT64_MIN
 from tests import oracle
 
@@ -86,7 +86,7 @@ def test_uniform_along_every_part_of_the_key(axis: str) -> None:
 
 def test_gumbel_argmax_draws_from_the_law() -> None:
     law_V = np.array([0.4, 0.25, 0.2, 0.1, 0.05])
-    drawn = [int((np.log(law_V) + gumbel_noise(5, 0, i, Purpose.SAMPLE, 5)).argmax()) for i in range(8000)]
+    drawn = [gumbel_argmax(np.log(law_V), generator(5, 0, i, Purpose.SAMPLE).random(5)) for i in range(8000)]
     counts = np.bincount(drawn, minlength=5)
     assert oracle.chi_square(counts, law_V) < 1
     assert oracle.chi_square(counts, np.array([0.37, 0.28, 0.2, 0.1, 0.05])) > 1
@@ -94,19 +94,14 @@ def test_gumbel_argmax_draws_from_the_law() -> None:
 
 def test_gumbel_noise_is_by_token_id_and_finite() -> None:
     """A larger vocabulary only adds to the noise, so that a mask or a filter leaves the others' noise alone."""
-    noise_V = gumbel_noise(1, 0, 3, Purpose.SAMPLE, 50_000)
+    noise_V = gumbel(generator(1, 0, 3, Purpose.SAMPLE).random(50_000))
     assert np.isfinite(noise_V).all()
-    assert np.array_equal(noise_V[:100], gumbel_noise(1, 0, 3, Purpose.SAMPLE, 100))
+    assert np.array_equal(noise_V[:100], gumbel(generator(1, 0, 3, Purpose.SAMPLE).random(100)))
     np.testing.assert_allclose(oracle.keyed_gumbel(1, 0, 3, 100), noise_V[:100])
 
 
-def test_gumbel_noise_survives_a_uniform_of_zero(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Zero:
-        def random(self, size: int) -> np.ndarray:
-            return np.zeros(size)
-
-    monkeypatch.setattr("core.decoding.noise.generator", lambda *key: Zero())
-    assert np.isfinite(gumbel_noise(0, 0, 0, Purpose.SAMPLE, 3)).all()
+def test_gumbel_noise_survives_a_uniform_of_zero() -> None:
+    assert np.isfinite(gumbel(np.zeros(3))).all()
 
 
 @given(
