@@ -65,6 +65,12 @@ def unavailable(message: str, code: str, *, retry_after_s: int = 1) -> ApiError:
     return ApiError(503, message, kind="service_unavailable", code=code, headers=headers)
 
 
+def rate_limited(message: str, *, kind: str, retry_after_s: int = 1) -> ApiError:
+    """429: this caller has had its share. `kind` is what ran out, as OpenAI says it: requests or tokens."""
+    headers = {"Retry-After": str(retry_after_s)}
+    return ApiError(429, message, kind=kind, code="rate_limit_exceeded", headers=headers)
+
+
 def unsupported(param: str, why: str = "is not supported by this server") -> ApiError:
     """400: a field we know and do not honour. Ignoring it would give a wrong answer silently."""
     return ApiError(400, f"'{param}' {why}", param=param, code="unsupported_parameter")

@@ -25,6 +25,7 @@ from starlette.types import Scope
 
 from app.engine_loop import EngineLoop
 from app.logs import max_concurrency
+from app.under_way import UnderWay
 from core import Engine, EngineStats, Histogram
 
 # The older text format: every scraper reads it, and promtool.
@@ -123,10 +124,12 @@ HTTP_FINE_EDGES = (
 class Metrics:
     """One server's registry: several servers in one process (tests) do not meet."""
 
-    def __init__(self, loop: EngineLoop, model_name: str, *, has_legacy_names: bool = False) -> None:
+    def __init__(
+        self, loop: EngineLoop, under_way: UnderWay, model_name: str, *, has_legacy_names: bool = False
+    ) -> None:
         disable_created_metrics()  # type: ignore[no-untyped-call] # a time series beside each counter that nobody asked for
         self.registry = CollectorRegistry()
-        self.registry.register(EngineCollector(loop, model_name, has_legacy_names=has_legacy_names))
+        self.registry.register(EngineCollector(loop, under_way, model_name, has_legacy_names=has_legacy_names))
         self.http = HttpMetrics(self.registry)
         for kind in (ProcessCollector, PlatformCollector, GCCollector):
             kind(registry=self.registry)
@@ -142,7 +145,10 @@ class EngineCollector(Collector):
     `has_legacy_names`: some series come a second time, under the names that vLLM had for them before.
     """
 
-    def __init__(self, loop: EngineLoop, model_name: str, *, has_legacy_names: bool = False) -> None:
+    def __init__(
+        self, loop: EngineLoop, under_way: UnderWay, model_name: str, *, has_legacy_names: bool = False
+    ) -> None:
+        self._under_way = under_way
         self._loop = loop
         self._has_legacy_names = has_legacy_names
         self._labels = (model_name, ENGINE)
@@ -213,10 +219,15 @@ class EngineCollector(Collector):
 
     def _rejections(self) -> Metric:
         family = CounterMetricFamily(
-            "vllm:admission_rejections", "Requests refused by a queue limit.", labels=("model_name", "reason")
+            "vllm:admission_rejections", "Requests refused by a limit.", labels=("model_name", "reason")
         )
-        family.add_metric((self._labels[0], "max_num_queued_reqs"), self._loop.num_rejections)
-        family.add_metric((self._labels[0], "max_num_queued_tokens"), 0)  # a limit that we have not; vLLM's series
+        by_reason = {
+            "max_num_queued_reqs": self._loop.num_rejections,
+            "max_num_queued_tokens": 0,  # a limit that we have not; vLLM's series
+            "max_num_seqs_per_key": self._under_way.num_rejections,
+        }
+        for reason, number in by_reason.items():
+            family.add_metric((self._labels[0], reason), number)
         return family
 
     def _gauge(self, name: str, text: str, value: float) -> Metric:

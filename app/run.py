@@ -17,6 +17,7 @@ from app.generation import Job
 from app.prompts import Prompt
 from app.schemas.generation import FinishReason, PromptTokensDetails, Usage
 from app.tracing import TracedSequence
+from app.under_way import UnderWay
 from core import FinishReason as EngineFinishReason
 from core import InvalidRequest, RequestOutput, RequestTimes
 
@@ -32,10 +33,10 @@ class Run:
     """A job under way. Use it in a `with`: leaving it aborts whatever still runs.
 
     `draft_metrics`: what responses tell of drafts: none, summary or detailed. `under_way`: where it is found by others
-    while it is entered.
+    while it is entered, and what may refuse it.
     """
 
-    def __init__(self, loop: EngineLoop, job: Job, under_way: set["Run"], draft_metrics: str = "none") -> None:
+    def __init__(self, loop: EngineLoop, job: Job, under_way: UnderWay, draft_metrics: str = "none") -> None:
         self.job = job
         self.ids = {job.id, job.trace_id}
         self.owner = key_name()
@@ -48,7 +49,13 @@ class Run:
         self._draft_metrics = draft_metrics
         self._drafts = DraftTally()
 
+    @property
+    def num_in_flight(self) -> int:
+        """Its sequences that wait or run."""
+        return 0 if self._stream is None else len(self._stream.open_ids)
+
     def __enter__(self) -> Self:
+        self._under_way.refuse_beyond_share(self.owner, len(self._index))
         self._stream = self._loop.submit(self.job.requests)
         self._under_way.add(self)
         return self

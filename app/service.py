@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, ParamSpec, TypeVar
 
 from fastapi import Depends, Request
 
+from app.access import key_name
 from app.engine_loop import EngineLoop
 from app.errors import model_not_found
 from app.generation import Ask, Job, build, renamed
@@ -20,6 +21,7 @@ from app.schemas.embeddings import EmbeddingRequest
 from app.schemas.generation import GenerationRequest
 from app.settings import Settings
 from app.tracing import tracing_to
+from app.under_way import UnderWay
 from core import Engine, InvalidRequest
 
 if TYPE_CHECKING:
@@ -41,12 +43,14 @@ class Service:
         self.settings = settings
         self.engine = engine
         self.loop = EngineLoop(engine, max_queue=settings.max_queue, stall_timeout_s=settings.stall_timeout)
-        self.metrics = Metrics(self.loop, settings.model_names[0], has_legacy_names=settings.legacy_metric_names)
+        self._under_way = UnderWay(settings.max_num_seqs_per_key)
+        self.metrics = Metrics(
+            self.loop, self._under_way, settings.model_names[0], has_legacy_names=settings.legacy_metric_names
+        )
         self.created = int(time.time())
         self.version = package_version()
         self.fingerprint = f"octavo-{self.version}"
         self.tracing = tracing_to(settings.otlp_traces_endpoint) if settings.otlp_traces_endpoint else None
-        self._runs: set[Run] = set()  # under way
         self._stats_task: asyncio.Task[None] | None = None
         # Its own thread, for a long text may take longer than many steps.
         self._tokenizing = ThreadPoolExecutor(1, thread_name_prefix="tokenizer")
@@ -98,8 +102,9 @@ class Service:
         return await asyncio.get_running_loop().run_in_executor(self._compiling, call)
 
     async def prepare(self, ask: Ask) -> Job:
-        """Tokenize and check. Refused at once when nothing is taken any more: no work for what cannot run."""
+        """Tokenize and check. Refused at once where nothing more is taken, of anybody or of this key."""
         self.loop.refuse_if_closed()
+        self._under_way.refuse_beyond_share(key_name())
         if ask.params.structured_output is not None:
             try:
                 await self.in_compiler(self.engine.compile, ask.params.structured_output)
@@ -108,11 +113,11 @@ class Service:
         return await self.in_tokenizer(build, self.engine, ask)
 
     def run(self, job: Job) -> Run:
-        return Run(self.loop, job, self._runs, self.settings.per_request_spec_decode_metrics)
+        return Run(self.loop, job, self._under_way, self.settings.per_request_spec_decode_metrics)
 
     def abort(self, ids: set[str] | None, *, owner: str | None) -> list[str]:
         """End the runs with one of these ids, or all (None), of one owner or of anybody (None); returns their ids."""
-        found = [run for run in self._runs if (ids is None or run.ids & ids) and (owner is None or run.owner == owner)]
+        found = self._under_way.found(ids, owner=owner)
         for run in found:
             run.abort()
         return [run.job.id for run in found]

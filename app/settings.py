@@ -97,6 +97,9 @@ class Settings(BaseSettings):
     max_num_seqs: HumanInt = Field(default=64, ge=1, description="Most requests running at once.")
     max_num_batched_tokens: HumanInt = Field(default=512, ge=1, description="Most tokens computed in one step.")
     max_queue: HumanInt = Field(default=1024, ge=0, description="Most requests waiting for a place; beyond it 503.")
+    max_num_seqs_per_key: HumanInt | None = Field(
+        default=None, ge=1, description="Most requests of one key waiting or running; beyond it 429; default: no limit."
+    )
     block_size: HumanInt = Field(default=16, ge=1, description="Tokens in a KV block.")
     num_kv_blocks: HumanInt | None = Field(default=None, ge=1, description="KV blocks; default: by memory.")
     kv_cache_memory_bytes: HumanInt | None = Field(default=None, ge=1, description="Memory of the KV cache: 512M.")
