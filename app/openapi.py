@@ -41,6 +41,7 @@ _WITH_INPUT = {
     "410": "Somebody has ended the request by /abort_requests.",
     "413": "The body is longer than this server takes.",
     "429": "This key has as many requests in flight as it may have.",
+    "504": "The request took longer than this server lets it.",
 }
 
 

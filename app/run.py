@@ -3,6 +3,7 @@
 A `Run` ends its sequences when it is left, whatever the way out.
 """
 
+import asyncio
 import logging
 import time
 from collections.abc import Iterator, Sequence
@@ -32,17 +33,28 @@ _SHOWN_REASONS: dict[EngineFinishReason, FinishReason] = {
 class Run:
     """A job under way. Use it in a `with`: leaving it aborts whatever still runs.
 
-    `draft_metrics`: what responses tell of drafts: none, summary or detailed. `under_way`: where it is found by others
-    while it is entered, and what may refuse it.
+    `under_way`: where it is found by others while it is entered, and what may refuse it. `timeout_s`: most seconds from
+    arrival to the end of its last sequence; beyond them its reader hears of it. `draft_metrics`: what responses tell of
+    drafts: none, summary or detailed.
     """
 
-    def __init__(self, loop: EngineLoop, job: Job, under_way: UnderWay, draft_metrics: str = "none") -> None:
+    def __init__(
+        self,
+        loop: EngineLoop,
+        job: Job,
+        under_way: UnderWay,
+        *,
+        timeout_s: float | None = None,
+        draft_metrics: str = "none",
+    ) -> None:
         self.job = job
         self.ids = {job.id, job.trace_id}
         self.owner = key_name()
         self._under_way = under_way
         self._loop = loop
         self._stream: Stream | None = None
+        self._timeout_s = timeout_s
+        self._timer: asyncio.TimerHandle | None = None
         self._index = {request_id: index for index, request_id in enumerate(job.request_ids)}
         self._last: dict[int, RequestOutput] = {}
         self._times: dict[int, RequestTimes | None] = {}
@@ -58,19 +70,32 @@ class Run:
         self._under_way.refuse_beyond_share(self.owner, len(self._index))
         self._stream = self._loop.submit(self.job.requests)
         self._under_way.add(self)
+        if self._timeout_s is not None:
+            left_s = self._timeout_s - (time.monotonic() - self.job.requests[0].arrival_s)
+            self._timer = asyncio.get_running_loop().call_later(left_s, self._time_out)
         return self
 
     def __exit__(self, *exc_info: object) -> None:
         assert self._stream is not None
+        if self._timer is not None:
+            self._timer.cancel()
         self._under_way.discard(self)
         self._stream.close()
         self._note()
 
     def abort(self) -> None:
         """Let whoever reads it hear that somebody has ended it."""
+        self._end(ApiError(410, "The request was ended by /abort_requests", code="request_aborted"))
+
+    def _time_out(self) -> None:
+        if self.num_in_flight:  # else all is there, and only has to be read
+            limit = f"The request did not end within {self._timeout_s:g} s, the limit of this server"
+            self._end(ApiError(504, limit, kind=SERVER_ERROR, code="timeout"))
+
+    def _end(self, error: Exception) -> None:
         assert self._stream is not None
         self._stream.close()
-        self._stream.fail(ApiError(410, "The request was ended by /abort_requests", code="request_aborted"))
+        self._stream.fail(error)
 
     def __aiter__(self) -> Self:
         return self

@@ -113,7 +113,13 @@ class Service:
         return await self.in_tokenizer(build, self.engine, ask)
 
     def run(self, job: Job) -> Run:
-        return Run(self.loop, job, self._under_way, self.settings.per_request_spec_decode_metrics)
+        return Run(
+            self.loop,
+            job,
+            self._under_way,
+            timeout_s=self.settings.request_timeout,
+            draft_metrics=self.settings.per_request_spec_decode_metrics,
+        )
 
     def abort(self, ids: set[str] | None, *, owner: str | None) -> list[str]:
         """End the runs with one of these ids, or all (None), of one owner or of anybody (None); returns their ids."""

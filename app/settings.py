@@ -151,6 +151,9 @@ class Settings(BaseSettings):
     send_timeout: float = Field(
         default=60.0, ge=0, description="Seconds for a client to take more of its answer; beyond them it is cut off."
     )
+    request_timeout: float | None = Field(
+        default=None, gt=0, description="Seconds for a request to end; beyond them 504; default: no limit."
+    )
     stall_timeout: float = Field(
         default=1.5, gt=0, description="Seconds without a sign of life of the engine, where steps take no tenth of it."
     )
