@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
-from app.schemas.generation import CompletionTokensDetails, Prediction, ResponseMetrics, SpeculativeDecodingMetrics
+from app.schemas.generation import CompletionTokensDetails, Prediction, SpeculativeDecodingMetrics
 from core import DraftOutcome, InvalidRequest
 
 TEXT_PARTS = {"text", "input_text", "output_text"}
@@ -57,13 +57,13 @@ class DraftTally:
             rejected_prediction_tokens=self._num_rejected_predicted,
         )
 
-    def metrics(self, num_spec_tokens: int, *, is_detailed: bool) -> ResponseMetrics:
+    def summary(self, num_spec_tokens: int, *, is_detailed: bool) -> SpeculativeDecodingMetrics:
         """The steps that had drafts, as vLLM describes them. Accepted is what `/metrics` counts as accepted."""
         pairs = [(outcome.num_drafted, outcome.num_gained) for outcome in self._outcomes]
         drafted, gained = [sum(pair[i] for pair in pairs) for i in range(2)]
         most = max([num_spec_tokens, *(num for num, _ in pairs)])
         details = {"per_step_accepted": [n for _, n in pairs], "per_step_drafted": [n for n, _ in pairs]}
-        summary = SpeculativeDecodingMetrics(
+        return SpeculativeDecodingMetrics(
             mean_acceptance_length=1 + gained / len(pairs) if pairs else 1.0,
             draft_acceptance_rate=gained / drafted if drafted else 0.0,
             acceptance_histogram=_histogram([num for _, num in pairs], most),
@@ -77,7 +77,6 @@ class DraftTally:
             num_spec_tokens=num_spec_tokens,
             **(details if is_detailed else {}),
         )
-        return ResponseMetrics(speculative_decoding=summary)
 
 
 def _histogram(values: Sequence[int], most: int) -> list[int]:

@@ -16,7 +16,8 @@ from app.engine_loop import EngineLoop, Stream
 from app.errors import SERVER_ERROR, ApiError
 from app.generation import Job
 from app.prompts import Prompt
-from app.schemas.generation import FinishReason, PromptTokensDetails, Usage
+from app.schemas.generation import FinishReason, PromptTokensDetails, ResponseMetrics, Usage
+from app.timings import timings
 from app.tracing import TracedSequence
 from app.under_way import UnderWay
 from core import FinishReason as EngineFinishReason
@@ -34,8 +35,8 @@ class Run:
     """A job under way. Use it in a `with`: leaving it aborts whatever still runs.
 
     `under_way`: where it is found by others while it is entered, and what may refuse it. `timeout_s`: most seconds from
-    arrival to the end of its last sequence; beyond them its reader hears of it. `draft_metrics`: what responses tell of
-    drafts: none, summary or detailed.
+    arrival to the end of its last sequence; beyond them its reader hears of it. `tells_times`: whether responses tell
+    how long it took; `draft_metrics`: what they tell of drafts: none, summary or detailed.
     """
 
     def __init__(
@@ -45,6 +46,7 @@ class Run:
         under_way: UnderWay,
         *,
         timeout_s: float | None = None,
+        tells_times: bool = False,
         draft_metrics: str = "none",
     ) -> None:
         self.job = job
@@ -58,6 +60,7 @@ class Run:
         self._index = {request_id: index for index, request_id in enumerate(job.request_ids)}
         self._last: dict[int, RequestOutput] = {}
         self._times: dict[int, RequestTimes | None] = {}
+        self._tells_times = tells_times
         self._draft_metrics = draft_metrics
         self._drafts = DraftTally()
 
@@ -108,7 +111,7 @@ class Run:
             self._last[index] = output
             self._times[index] = output.times or self._times.get(index)
             if output.drafts is not None:
-                self._drafts.add(output.drafts, is_kept=self._tells_metrics)
+                self._drafts.add(output.drafts, is_kept=self._draft_metrics != "none" and self._has_one_sequence)
             if output.is_refused:
                 raise InvalidRequest(output.error or "")
             if output.is_finished and output.finish_reason not in _SHOWN_REASONS:
@@ -151,18 +154,30 @@ class Run:
         return {"usage": self.usage(), **self._metrics()}
 
     @property
-    def _tells_metrics(self) -> bool:
-        """They are of one sequence; vLLM says null where there are several."""
-        return self._draft_metrics != "none" and len(self._index) == 1
+    def _has_one_sequence(self) -> bool:
+        """What is told in metrics is of one; vLLM says null where there are several."""
+        return len(self._index) == 1
 
     def _metrics(self) -> dict[str, Any]:
-        speculative = self._loop.engine.config.speculative
-        if self._draft_metrics == "none" or speculative is None:
+        if not self._tells_times and self._draft_metrics == "none":
             return {}
-        if not self._tells_metrics:
+        if not self._has_one_sequence:
             return {"metrics": None}
+        return {"metrics": ResponseMetrics(**self._times_told(), **self._drafts_told())}
+
+    def _times_told(self) -> dict[str, Any]:
+        if not self._tells_times:
+            return {}
+        num_tokens = self.usage().completion_tokens
+        return timings(self._times.get(0), arrival_s=self.job.requests[0].arrival_s, num_tokens=num_tokens)
+
+    def _drafts_told(self) -> dict[str, Any]:
+        speculative = self._loop.engine.config.speculative
+        if speculative is None or self._draft_metrics == "none":
+            return {}
         is_detailed = self._draft_metrics == "detailed"
-        return {"metrics": self._drafts.metrics(speculative.num_speculative_tokens, is_detailed=is_detailed)}
+        summary = self._drafts.summary(speculative.num_speculative_tokens, is_detailed=is_detailed)
+        return {"speculative_decoding": summary}
 
     def _note(self) -> None:
         outputs = self._last.values()

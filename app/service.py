@@ -118,6 +118,7 @@ class Service:
             job,
             self._under_way,
             timeout_s=self.settings.request_timeout,
+            tells_times=self.settings.enable_per_request_metrics,
             draft_metrics=self.settings.per_request_spec_decode_metrics,
         )
 

@@ -128,6 +128,9 @@ class Settings(BaseSettings):
         description='JSON, {"method": "ngram", "num_speculative_tokens": 3} for example, or null for none; default: '
         "the embedded model drafts with its draft model, as many as pay, others do not.",
     )
+    enable_per_request_metrics: bool = Field(
+        default=False, description="Tell in responses, under metrics, how long the request took."
+    )
     per_request_spec_decode_metrics: Literal["none", "summary", "detailed"] = Field(
         default="none", description="What responses tell of their drafts under metrics.speculative_decoding."
     )

@@ -50,6 +50,7 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
 HARMLESS = {
     "cache_control",
     "disable_fallback",
+    "include_metrics",  # vLLM's: whether there are any is for the server's operator to say
     "metadata",
     "prompt_cache_key",
     "prompt_cache_retention",

@@ -144,7 +144,14 @@ class SpeculativeDecodingMetrics(BaseModel):
 
 
 class ResponseMetrics(BaseModel):
-    speculative_decoding: SpeculativeDecodingMetrics
+    """What the server tells of one request where its operator wants it to: vLLM's per-request metrics."""
+
+    queue_time_ms: float | None = None
+    time_to_first_token_ms: float | None = None
+    generation_time_ms: float | None = None
+    mean_itl_ms: float | None = None
+    tokens_per_second: float | None = None
+    speculative_decoding: SpeculativeDecodingMetrics | None = None
 
 
 FinishReason = Literal["stop", "length"]

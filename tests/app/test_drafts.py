@@ -157,14 +157,14 @@ def test_metrics_add_up_the_steps():
     }
     lists = {"per_step_accepted": [0, 3, 1, 1], "per_step_drafted": [3, 3, 1, 4]}
 
-    summary = tally.metrics(3, is_detailed=False).model_dump(exclude_unset=True)["speculative_decoding"]
-    detailed = tally.metrics(3, is_detailed=True).model_dump(exclude_unset=True)["speculative_decoding"]
+    summary = tally.summary(3, is_detailed=False).model_dump(exclude_unset=True)
+    detailed = tally.summary(3, is_detailed=True).model_dump(exclude_unset=True)
     assert expected == summary
     assert expected | lists == detailed
 
 
 def test_metrics_of_a_request_that_drafted_nothing_are_zeros():
-    summary = DraftTally().metrics(2, is_detailed=False).speculative_decoding
+    summary = DraftTally().summary(2, is_detailed=False)
     assert (1.0, 0.0, [0, 0, 0]) == (
         summary.mean_acceptance_length,
         summary.draft_acceptance_rate,
