@@ -23,7 +23,7 @@ from core.decoding.prediction import PredictionProposer
 from core.decoding.proposers import DraftModelProposer, NgramProposer, Proposer
 from core.decoding.speculative import VERIFICATION_RULES
 from core.engine import Engine
-from core.errors import InvalidRequest, ModelLoadError
+from core.errors import InvalidRequest, ModelLoadError, NumericalFault
 from core.memory.block_manager import blocks_needed
 from core.model import tiny
 from core.model.config import ModelConfig
@@ -219,7 +219,10 @@ def _model_and_cache(
         num_tier_slots=config.num_tier_slots,
         tier_file=tier_file,
     )
-    _warm_up(model, cache)
+    try:
+        _warm_up(model, cache)
+    except NumericalFault as error:
+        raise ModelLoadError(f"the weights of the {name} model are damaged: {error}") from error
     return model, cache
 
 
@@ -229,9 +232,15 @@ def _default_threads(chosen: Numerics) -> int:
 
 
 def _warm_up(model: Model, cache: Cache) -> None:
-    """Compile, or load what was compiled, before the first request: one token in a block that nobody owns yet."""
+    """Compile, or load what was compiled, before the first request: one token in a block that nobody owns yet.
+
+    Raises:
+        NumericalFault: what comes out are no numbers, as it would be for every request.
+    """
     started_s = time.monotonic()
-    model.forward(flat_batch([([0], 0, [0])], cache.block_size), cache, np.zeros(1, np.int64))
+    logits_1V = model.forward(flat_batch([([0], 0, [0])], cache.block_size), cache, np.zeros(1, np.int64))
+    if not np.isfinite(logits_1V).all():
+        raise NumericalFault("logits are not finite")
     if (seconds := time.monotonic() - started_s) > SLOW_WARM_UP_S:
         logger.info("the first pass took %.0f s, most of it to compile", seconds)
 

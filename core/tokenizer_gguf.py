@@ -115,8 +115,9 @@ def parts_from_fields(fields: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _read_parts(path: Path) -> dict[str, Any]:
+    reader = open_gguf(path)
     try:
-        return parts_from_fields(gguf_fields(open_gguf(path)))
+        return parts_from_fields(gguf_fields(reader))
     except ModelLoadError as error:
         raise ModelLoadError(f"{path}: {error}") from error
 

@@ -174,6 +174,7 @@ def write_gguf(
     metadata: Mapping[str, Any] | None = None,
     without: Sequence[str] = (),
     extra_tensors: Mapping[str, NDArray[np.float32]] | None = None,
+    byte_order: gguf.GGUFEndian = gguf.GGUFEndian.LITTLE,
 ) -> Path:
     """The model as llama.cpp's converter would write it. Returns `path`.
 
@@ -182,8 +183,9 @@ def write_gguf(
         metadata: more keys, or other values of those written: bool, int, float or str.
         without: metadata keys and GGUF tensor names to leave out.
         extra_tensors: by GGUF name; they replace those of the model.
+        byte_order: of everything in the file.
     """
-    writer = gguf.GGUFWriter(path, "llama")
+    writer = gguf.GGUFWriter(path, "llama", endianess=byte_order)
     for key, value in (_metadata(model) | dict(metadata or {})).items():
         if key not in without:
             _add(writer, key, value)

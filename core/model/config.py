@@ -15,7 +15,12 @@ from numpy.typing import NDArray
 
 from core.errors import ModelLoadError
 
-HF_ARCHITECTURES = ("LlamaForCausalLM", "MistralForCausalLM")
+# What a field that is not there means; null is another thing.
+_HF_DEFAULTS: Mapping[str, Mapping[str, Any]] = {
+    "LlamaForCausalLM": {"max_position_embeddings": 2048},
+    "MistralForCausalLM": {"max_position_embeddings": 131072, "num_key_value_heads": 8, "sliding_window": 4096},
+}
+_HF_MODEL_TYPES = {"llama": "LlamaForCausalLM", "mistral": "MistralForCausalLM"}
 GGUF_ARCHITECTURES = ("llama",)
 
 
@@ -33,6 +38,15 @@ class RopeScaling:
     high_freq_factor: float = 4.0
     original_max_position_embeddings: int = 8192
     factors: tuple[float, ...] = ()
+
+    def __post_init__(self) -> None:
+        for factor in (self.factor, *self.factors):
+            if not 0 < factor < math.inf:
+                raise ModelLoadError(f"rope scaling has a factor {factor}, above 0 is needed")
+        if not self.low_freq_factor < self.high_freq_factor:
+            raise ModelLoadError(
+                f"low_freq_factor is {self.low_freq_factor}, below high_freq_factor {self.high_freq_factor} is needed"
+            )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,6 +84,10 @@ class ModelConfig:
                 raise ModelLoadError(f"{name} is {getattr(self, name)}, at least 1 is needed")
         if self.num_heads % self.num_kv_heads:
             raise ModelLoadError(f"num_heads {self.num_heads} is no multiple of num_kv_heads {self.num_kv_heads}")
+        if self.rope_theta <= 0 or self.rms_norm_eps < 0:
+            raise ModelLoadError(
+                f"rope_theta is {self.rope_theta} and rms_norm_eps {self.rms_norm_eps}, above 0 is needed"
+            )
         if self.head_dim % 2:
             raise ModelLoadError(f"head_dim is {self.head_dim}, rotary embedding needs an even one")
         if self.rope_scaling and self.rope_scaling.factors and len(self.rope_scaling.factors) != self.head_dim // 2:
@@ -81,21 +99,21 @@ class ModelConfig:
     @classmethod
     def from_hf(cls, fields: Mapping[str, Any]) -> "ModelConfig":
         """The config that a `config.json` describes. Raises ModelLoadError naming what is missing or unsupported."""
-        _check_hf(fields)
-        hidden_size, num_heads = int(_need(fields, "hidden_size")), int(_need(fields, "num_attention_heads"))
-        max_positions = int(fields.get("max_position_embeddings", 2048))
-        # transformers 5 keeps theta and scaling together in `rope_parameters`.
-        rope: Mapping[str, Any] = fields.get("rope_parameters") or fields.get("rope_scaling") or {}
+        fields = {**_HF_DEFAULTS[_hf_architecture(fields)], **fields}
+        rope = _hf_rope(fields)
+        _check_hf(fields, rope)
+        hidden_size, num_heads = _whole(fields, "hidden_size"), _whole(fields, "num_attention_heads")
+        max_positions = _whole(fields, "max_position_embeddings")
         return cls(
-            vocab_size=int(_need(fields, "vocab_size")),
+            vocab_size=_whole(fields, "vocab_size"),
             hidden_size=hidden_size,
-            intermediate_size=int(_need(fields, "intermediate_size")),
-            num_layers=int(_need(fields, "num_hidden_layers")),
+            intermediate_size=_whole(fields, "intermediate_size"),
+            num_layers=_whole(fields, "num_hidden_layers"),
             num_heads=num_heads,
-            num_kv_heads=int(fields.get("num_key_value_heads") or num_heads),
-            head_dim=int(fields.get("head_dim") or hidden_size // max(num_heads, 1)),
-            rms_norm_eps=float(fields.get("rms_norm_eps", 1e-6)),
-            rope_theta=float(fields.get("rope_theta", rope.get("rope_theta", 10000.0))),
+            num_kv_heads=_whole(fields, "num_key_value_heads", num_heads),
+            head_dim=_whole(fields, "head_dim", hidden_size // max(num_heads, 1)),
+            rms_norm_eps=_number(fields, "rms_norm_eps", 1e-6),
+            rope_theta=_number(rope, "rope_theta", 10000.0),
             rope_scaling=_hf_scaling(rope, max_positions),
             max_position_embeddings=max_positions,
             tie_word_embeddings=bool(fields.get("tie_word_embeddings", False)),
@@ -114,23 +132,23 @@ class ModelConfig:
         """
         llama = {key.removeprefix("llama."): value for key, value in fields.items() if key.startswith("llama.")}
         _check_gguf(fields, llama)
-        hidden_size, num_heads = int(_need(llama, "embedding_length")), int(_need(llama, "attention.head_count"))
-        head_dim = int(llama.get("attention.key_length") or hidden_size // max(num_heads, 1))
+        hidden_size, num_heads = _whole(llama, "embedding_length"), _whole(llama, "attention.head_count")
+        head_dim = _whole(llama, "attention.key_length", 0) or hidden_size // max(num_heads, 1)
         for name in ("attention.value_length", "rope.dimension_count"):
-            if int(llama.get(name, head_dim)) != head_dim:
+            if _whole(llama, name, head_dim) != head_dim:
                 raise ModelLoadError(f"llama.{name} is {llama[name]}, only the head size {head_dim} is supported")
         return cls(
-            vocab_size=int(llama.get("vocab_size") or len(fields.get("tokenizer.ggml.tokens", ()))),
+            vocab_size=_whole(llama, "vocab_size", 0) or len(fields.get("tokenizer.ggml.tokens", ())),
             hidden_size=hidden_size,
-            intermediate_size=int(_need(llama, "feed_forward_length")),
-            num_layers=int(_need(llama, "block_count")),
+            intermediate_size=_whole(llama, "feed_forward_length"),
+            num_layers=_whole(llama, "block_count"),
             num_heads=num_heads,
-            num_kv_heads=int(llama.get("attention.head_count_kv") or num_heads),
+            num_kv_heads=_whole(llama, "attention.head_count_kv", 0) or num_heads,
             head_dim=head_dim,
-            rms_norm_eps=float(_need(llama, "attention.layer_norm_rms_epsilon")),
-            rope_theta=float(llama.get("rope.freq_base", 10000.0)),
+            rms_norm_eps=_number(llama, "attention.layer_norm_rms_epsilon"),
+            rope_theta=_number(llama, "rope.freq_base", 10000.0),
             rope_scaling=_gguf_scaling(llama, rope_factors),
-            max_position_embeddings=int(_need(llama, "context_length")),
+            max_position_embeddings=_whole(llama, "context_length"),
             tie_word_embeddings=is_tied,
         )
 
@@ -163,46 +181,77 @@ def _llama3_frequencies(frequencies: NDArray[np.float64], scaling: RopeScaling) 
     return kept_share * frequencies + (1 - kept_share) * frequencies / scaling.factor
 
 
-def _need(fields: Mapping[str, Any], name: str) -> Any:
+def _number(fields: Mapping[str, Any], name: str, default: float | None = None) -> float:
+    """A field that is a number; null is as good as none. Raises ModelLoadError naming it."""
     value = fields.get(name)
     if value is None:
-        raise ModelLoadError(f"the model's configuration lacks {name}")
+        if default is None:
+            raise ModelLoadError(f"the model's configuration lacks {name}")
+        return default
     if isinstance(value, list):  # GGUF writes per-layer sizes as arrays
-        if len(set(value)) != 1:
+        if len(set(map(repr, value))) != 1:
             raise ModelLoadError(f"{name} differs between layers ({value}), which is not supported")
-        return value[0]
-    return value
+        value = value[0]
+    if isinstance(value, bool) or not isinstance(value, int | float) or not -1e18 < value < 1e18:  # NaN is not
+        raise ModelLoadError(f"{name} is {value!r}, a number is needed")
+    return float(value)
 
 
-def _check_hf(fields: Mapping[str, Any]) -> None:
-    names = fields.get("architectures") or ["LlamaForCausalLM" if fields.get("model_type") == "llama" else "(none)"]
-    if names[0] not in HF_ARCHITECTURES:
-        raise ModelLoadError(f"architecture {names[0]} is not supported, supported are {', '.join(HF_ARCHITECTURES)}")
+def _whole(fields: Mapping[str, Any], name: str, default: int | None = None) -> int:
+    value = float(_number(fields, name, default))
+    if not value.is_integer():
+        raise ModelLoadError(f"{name} is {value}, a whole number is needed")
+    return int(value)
+
+
+def _hf_architecture(fields: Mapping[str, Any]) -> str:
+    names = fields.get("architectures") or _HF_MODEL_TYPES.get(str(fields.get("model_type")), "(none)")
+    name = names[0] if isinstance(names, list) else names
+    if name not in _HF_DEFAULTS:
+        raise ModelLoadError(f"architecture {name} is not supported, supported are {', '.join(_HF_DEFAULTS)}")
+    return str(name)
+
+
+def _hf_rope(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Theta and scaling. transformers 5 keeps them together in `rope_parameters`; what stands there comes first."""
+    rope = fields.get("rope_scaling") or fields.get("rope_parameters") or {}
+    if not isinstance(rope, Mapping):
+        raise ModelLoadError(f"rope_scaling is {rope!r}, an object is needed")
+    for name, value in rope.items():
+        if isinstance(value, Mapping):
+            raise ModelLoadError(f"rope scaling has its own parameters for {name}, which is not supported")
+    outer = ("rope_theta", "partial_rotary_factor", "original_max_position_embeddings")
+    return {name: fields.get(name) for name in outer} | {k: v for k, v in rope.items() if v is not None}
+
+
+def _check_hf(fields: Mapping[str, Any], rope: Mapping[str, Any]) -> None:
     if fields.get("hidden_act", "silu") not in ("silu", "swish"):
         raise ModelLoadError(f"hidden_act {fields['hidden_act']!r} is not supported, supported is 'silu'")
     for name in ("attention_bias", "mlp_bias", "quantization_config"):
         if fields.get(name):
             raise ModelLoadError(f"{name} is set, which is not supported")
-    if fields.get("partial_rotary_factor", 1.0) != 1.0:
-        raise ModelLoadError(f"partial_rotary_factor {fields['partial_rotary_factor']} is not supported")
-    window = fields.get("sliding_window")
-    if window and window < fields.get("max_position_embeddings", 0):
+    if (share := _number(rope, "partial_rotary_factor", 1.0)) != 1.0:
+        raise ModelLoadError(f"partial_rotary_factor {share} is not supported")
+    window = _whole(fields, "sliding_window", 0)
+    if window and window < _whole(fields, "max_position_embeddings"):
         raise ModelLoadError(f"sliding_window {window} is shorter than the context, which is not supported")
 
 
 def _hf_scaling(rope: Mapping[str, Any], max_positions: int) -> RopeScaling | None:
-    rope_type = rope.get("rope_type") or rope.get("type") or "default"  # `type` is the older spelling
-    if rope_type == "default":
+    rope_type = rope.get("rope_type") or rope.get("type")  # `type` is the older spelling
+    if rope_type is None and "factor" in rope:
+        raise ModelLoadError("rope scaling has a factor and no rope_type")
+    if rope_type in (None, "default"):
         return None
     if rope_type == "linear":
-        return RopeScaling(rope_type="linear", factor=float(_need(rope, "factor")))
+        return RopeScaling(rope_type="linear", factor=_number(rope, "factor"))
     if rope_type == "llama3":
         return RopeScaling(
             rope_type="llama3",
-            factor=float(_need(rope, "factor")),
-            low_freq_factor=float(_need(rope, "low_freq_factor")),
-            high_freq_factor=float(_need(rope, "high_freq_factor")),
-            original_max_position_embeddings=int(rope.get("original_max_position_embeddings") or max_positions),
+            factor=_number(rope, "factor"),
+            low_freq_factor=_number(rope, "low_freq_factor"),
+            high_freq_factor=_number(rope, "high_freq_factor"),
+            original_max_position_embeddings=_whole(rope, "original_max_position_embeddings", max_positions),
         )
     raise ModelLoadError(f"rope scaling {rope_type!r} is not supported, supported are 'linear' and 'llama3'")
 
@@ -215,13 +264,13 @@ def _check_gguf(fields: Mapping[str, Any], llama: Mapping[str, Any]) -> None:
         )
     if llama.get("expert_count"):
         raise ModelLoadError(f"llama.expert_count is {llama['expert_count']}: mixtures of experts are not supported")
+    if llama.get("attention.causal") is False:
+        raise ModelLoadError("llama.attention.causal is false: tokens that see later ones are not supported")
 
 
 def _gguf_scaling(llama: Mapping[str, Any], rope_factors: tuple[float, ...]) -> RopeScaling | None:
-    kind = llama.get("rope.scaling.type", "none")
-    factor = float(llama.get("rope.scaling.factor") or llama.get("rope.scale_linear") or 1.0)
-    if "rope.scale_linear" in llama and "rope.scaling.type" not in llama:
-        kind = "linear"  # files from before rope.scaling.type existed
+    kind = llama.get("rope.scaling.type", "linear")  # as llama.cpp has it: a factor alone is meant to be used
+    factor = _number(llama, "rope.scaling.factor", 0.0) or _number(llama, "rope.scale_linear", 0.0) or 1.0
     if kind not in ("none", "linear"):
         raise ModelLoadError(f"rope scaling {kind!r} is not supported, supported are 'linear' and rope_freqs.weight")
     linear = factor if kind == "linear" else 1.0

@@ -10,6 +10,7 @@ beside and renamed, and rebuilt whenever it cannot be read.
 """
 
 import dataclasses
+import glob
 import hashlib
 import json
 import logging
@@ -33,7 +34,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-CACHE_FORMAT = 1  # raise it when what is written changes meaning
+CACHE_FORMAT = 2  # raise it when what is written changes meaning
 _ROPE_FACTORS = "rope_freqs.weight"
 _TOP_NAMES = {
     "token_embd.weight": "model.embed_tokens.weight",
@@ -79,20 +80,29 @@ def read_gguf_config(path: Path, *, cache_dir: Path | None = None) -> ModelConfi
 
 
 def open_gguf(path: Path) -> "GGUFReader":
-    """A reader over the mapped file. Raises ModelLoadError if it is no whole GGUF file."""
+    """A reader over the mapped file. Raises ModelLoadError if it is no whole GGUF file, or of the other byte order."""
     from gguf import GGUFReader
 
     try:
-        return GGUFReader(path)
+        reader = GGUFReader(path)
     except OSError as error:
         raise ModelLoadError(f"{path} cannot be read: {error.strerror or error}") from error
     except (ValueError, IndexError, KeyError, OverflowError, struct.error) as error:  # what a cut-off file leads to
         raise ModelLoadError(f"{path} is no whole GGUF file: {error}") from error
+    if reader.byte_order != "I":  # the package swaps metadata, and dequantizes tensors as they lie
+        raise ModelLoadError(f"{path} is of another byte order than this machine: convert it with gguf-convert-endian")
+    return reader
 
 
 def gguf_fields(reader: "GGUFReader") -> dict[str, Any]:
-    """All metadata as plain Python values."""
-    return {name: field.contents() for name, field in reader.fields.items()}
+    """All metadata as plain Python values. Raises ModelLoadError for text that is no UTF-8."""
+    fields = {}
+    for name, field in reader.fields.items():
+        try:
+            fields[name] = field.contents()
+        except UnicodeDecodeError as error:
+            raise ModelLoadError(f"metadata {name} is not UTF-8: {error}") from error
+    return fields
 
 
 def cache_file(source: Path, cache_dir: Path, kind: str) -> Path:
@@ -118,7 +128,7 @@ def write_cache(file: Path, write: Callable[[Path], object]) -> None:
         temporary = Path(name)
         write(temporary)
         temporary.replace(file)
-        for old in file.parent.glob(f"{file.stem.rpartition('-')[0]}-*{file.suffix}"):
+        for old in file.parent.glob(f"{glob.escape(file.stem.rpartition('-')[0])}-*{file.suffix}"):
             if old != file:
                 old.unlink(missing_ok=True)
     except OSError as error:
@@ -151,14 +161,14 @@ def unpermute(weight: NDArray[np.float32], num_heads: int) -> NDArray[np.float32
 
 
 def _config(reader: "GGUFReader", path: Path) -> ModelConfig:
-    fields = gguf_fields(reader)
-    if fields.get("split.count", 1) > 1:
-        raise ModelLoadError(f"{path} is one of {fields['split.count']} parts: merge them with llama-gguf-split")
     tensors = {tensor.name: tensor for tensor in reader.tensors}
     factors: tuple[float, ...] = ()
     if _ROPE_FACTORS in tensors:
-        factors = tuple(float(f) for f in _dequantize(tensors[_ROPE_FACTORS], path))
+        factors = tuple(float(f) for f in _dequantize(tensors[_ROPE_FACTORS], path).ravel())
     try:
+        fields = gguf_fields(reader)
+        if (parts := fields.get("split.count", 1)) not in (0, 1):
+            raise ModelLoadError(f"it is one of {parts} parts: merge them with llama-gguf-split")
         return ModelConfig.from_gguf(fields, is_tied="output.weight" not in tensors, rope_factors=factors)
     except ModelLoadError as error:
         raise ModelLoadError(f"{path}: {error}") from error
@@ -201,8 +211,16 @@ def _read_kept_config(file: Path) -> ModelConfig:
 
 
 def _keep(weights: LoadedWeights, file: Path) -> None:
+    from safetensors import SafetensorError
     from safetensors.numpy import save_file
 
     config = json.dumps(dataclasses.asdict(weights.config))
     tensors: dict[str, Any] = {name: np.ascontiguousarray(value) for name, value in weights.tensors.items()}
-    write_cache(file, lambda temporary: save_file(tensors, temporary, metadata={"config": config}))
+
+    def write(temporary: Path) -> None:
+        try:
+            save_file(tensors, temporary, metadata={"config": config})
+        except SafetensorError as error:  # which a full disk is, too
+            raise OSError(str(error)) from error
+
+    write_cache(file, write)

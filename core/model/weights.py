@@ -6,8 +6,9 @@ that a start costs no copy. Each tensor's shape is held to the config before any
 """
 
 import json
+import logging
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,8 @@ from numpy.typing import NDArray
 
 from core.errors import ModelLoadError
 from core.model.config import ModelConfig
+
+logger = logging.getLogger(__name__)
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
@@ -67,6 +70,9 @@ def load_safetensors_dir(path: Path) -> LoadedWeights:
     tensors: dict[str, NDArray[np.float32]] = {}
     for file in _safetensors_files(path):
         tensors.update(read_safetensors(file))
+    if config.tie_word_embeddings and _has_its_own_head(tensors):
+        logger.warning("%s: lm_head.weight is not the embedding, so it is used, though the config ties the two", path)
+        config = replace(config, tie_word_embeddings=False)
     return LoadedWeights(config, check_tensors(config, tensors, path))
 
 
@@ -133,19 +139,26 @@ def read_json(file: Path) -> dict[str, Any]:
         value = json.loads(file.read_text(encoding="utf-8"))
     except OSError as error:
         raise ModelLoadError(f"{file} cannot be read: {error.strerror}") from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ModelLoadError(f"{file} is not JSON: {error}") from error
     if not isinstance(value, dict):
         raise ModelLoadError(f"{file} holds a {type(value).__name__}, expected an object")
     return value
 
 
+def _has_its_own_head(tensors: Mapping[str, NDArray[np.float32]]) -> bool:
+    head, embedding = tensors.get("lm_head.weight"), tensors.get("model.embed_tokens.weight")
+    return head is not None and embedding is not None and not np.array_equal(head, embedding)
+
+
 def _safetensors_files(path: Path) -> list[Path]:
     if (path / SINGLE_FILE).exists():
         return [path / SINGLE_FILE]
     if (path / INDEX_FILE).exists():
-        shards = sorted(set(read_json(path / INDEX_FILE).get("weight_map", {}).values()))
-        return [path / shard for shard in shards]
+        places = read_json(path / INDEX_FILE).get("weight_map")
+        if not isinstance(places, dict) or not all(isinstance(shard, str) for shard in places.values()):
+            raise ModelLoadError(f"{path / INDEX_FILE} has no weight_map from tensors to files")
+        return [path / shard for shard in sorted(set(places.values()))]
     raise ModelLoadError(f"{path} has neither {SINGLE_FILE} nor {INDEX_FILE}")
 
 

@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from threadpoolctl import threadpool_info, threadpool_limits
 
@@ -142,6 +143,14 @@ def test_numerics_use_as_many_threads_as_told(models: Path):
 
 
 # What is refused
+
+
+@pytest.mark.parametrize("tensor", ["output_norm.weight", "blk.0.attn_norm.weight"])
+def test_weights_that_are_no_numbers_are_refused(models: Path, tmp_path: Path, tensor: str):
+    """At once, rather than request by request."""
+    file = write_gguf(TARGET, tmp_path / "m.gguf", extra_tensors={tensor: np.full(64, np.nan, np.float32)})
+    with pytest.raises(ModelLoadError, match=r"weights of the target model are damaged: .* not finite"):
+        load_engine(config(models, model=str(file), num_kv_blocks=4))
 
 
 @pytest.mark.parametrize("name", ["num_kv_blocks", "kv_cache_memory_bytes"])

@@ -103,6 +103,7 @@ def test_gguf_linear_scaling_equals_hugging_faces() -> None:
     expected = make_config(rope_scaling={"rope_type": "linear", "factor": 4.0})
     assert expected == ModelConfig.from_gguf(fields, is_tied=True)
     assert expected == ModelConfig.from_gguf(GGUF | {"llama.rope.scale_linear": 4.0}, is_tied=True)
+    assert expected == ModelConfig.from_gguf(GGUF | {"llama.rope.scaling.factor": 4.0}, is_tied=True)
 
 
 def test_transformers_5_spelling_of_rope_parameters_is_understood() -> None:
@@ -112,9 +113,37 @@ def test_transformers_5_spelling_of_rope_parameters_is_understood() -> None:
     assert old == ModelConfig.from_hf(without_theta | new)
 
 
+def test_what_stands_among_the_rope_parameters_comes_before_what_stands_outside() -> None:
+    inside = {"rope_type": "llama3", "rope_theta": 77.0} | LLAMA3
+    config = make_config(rope_parameters=inside, rope_theta=88.0, original_max_position_embeddings=99)
+    assert config.rope_scaling is not None
+    assert (77.0, 8192) == (config.rope_theta, config.rope_scaling.original_max_position_embeddings)
+
+    del inside["original_max_position_embeddings"], inside["rope_theta"]
+    config = make_config(rope_parameters=inside, rope_theta=88.0, original_max_position_embeddings=99)
+    assert config.rope_scaling is not None
+    assert (88.0, 99) == (config.rope_theta, config.rope_scaling.original_max_position_embeddings)
+
+
+def test_null_is_as_good_as_no_field() -> None:
+    names = ("head_dim", "num_key_value_heads", "rms_norm_eps", "rope_theta", "rope_scaling", "partial_rotary_factor",
+             "attention_bias", "sliding_window", "tie_word_embeddings", "architectures")  # fmt: skip
+    without = {name: value for name, value in HF.items() if name not in names} | {"model_type": "llama"}
+    assert ModelConfig.from_hf(without) == ModelConfig.from_hf(without | dict.fromkeys(names))
+
+
+def test_gguf_sizes_may_be_told_layer_by_layer() -> None:
+    """As arrays, where all layers are the same."""
+    sizes = {name: [GGUF[name]] * 3 for name in ("llama.attention.head_count", "llama.attention.head_count_kv",
+                                                 "llama.feed_forward_length")}  # fmt: skip
+    more = {"llama.attention.key_length": [16] * 3, "llama.rope.dimension_count": [16] * 3}
+    assert ModelConfig.from_gguf(GGUF, is_tied=True) == ModelConfig.from_gguf(GGUF | sizes | more, is_tied=True)
+
+
 def test_default_scaling_is_none() -> None:
     assert make_config(rope_scaling={"rope_type": "default"}).rope_scaling is None
-    assert ModelConfig.from_gguf(GGUF | {"llama.rope.scaling.type": "none"}, is_tied=True).rope_scaling is None
+    fields = GGUF | {"llama.rope.scaling.type": "none", "llama.rope.scaling.factor": 4.0}
+    assert ModelConfig.from_gguf(fields, is_tied=True).rope_scaling is None
 
 
 def test_gguf_rope_factors_divide_each_frequency_by_its_own() -> None:
@@ -143,6 +172,20 @@ def test_gguf_rope_factors_divide_each_frequency_by_its_own() -> None:
         ({"num_attention_heads": 3}, "num_kv_heads 2"),
         ({"head_dim": 15}, "head_dim is 15"),
         ({"num_hidden_layers": 0}, "num_layers is 0"),
+        ({"hidden_size": "64"}, "hidden_size is '64', a number"),
+        ({"hidden_size": 64.5}, "hidden_size is 64.5, a whole number"),
+        ({"hidden_size": True}, "hidden_size is True"),
+        ({"max_position_embeddings": 10**400}, "max_position_embeddings is 1000"),
+        ({"rms_norm_eps": float("nan")}, "rms_norm_eps is nan"),
+        ({"rope_theta": 0}, "rope_theta is 0"),
+        ({"rope_scaling": "linear"}, "rope_scaling is 'linear'"),
+        ({"rope_scaling": {"factor": 4.0}}, "no rope_type"),
+        ({"rope_scaling": {"type": "linear", "factor": 0}}, "factor 0"),
+        ({"rope_scaling": {"type": "linear", "factor": "x"}}, "factor is 'x'"),
+        ({"rope_scaling": {"rope_type": "llama3"} | LLAMA3 | {"high_freq_factor": 1.0}}, "low_freq_factor is 1.0"),
+        ({"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}}, "partial_rotary_factor 0.5"),
+        ({"rope_parameters": {"full_attention": {"rope_type": "linear"}}}, "full_attention"),
+        ({"architectures": ["MistralForCausalLM"], "max_position_embeddings": 8192}, "sliding_window 4096"),
     ],
 )
 def test_unsupported_hugging_face_config_is_refused_by_name(changes: dict[str, Any], named: str) -> None:
@@ -158,6 +201,10 @@ def test_unsupported_hugging_face_config_is_refused_by_name(changes: dict[str, A
         ({"llama.rope.scaling.type": "yarn"}, "yarn"),
         ({"llama.rope.dimension_count": 8}, "dimension_count"),
         ({"llama.attention.head_count": [4, 2, 4]}, "head_count differs"),
+        ({"llama.attention.head_count_kv": [2, 2, 4]}, "head_count_kv differs"),
+        ({"llama.attention.head_count_kv": []}, "head_count_kv differs"),
+        ({"llama.context_length": "256"}, "context_length is '256'"),
+        ({"llama.attention.causal": False}, "causal is false"),
         ({"llama.block_count": None}, "block_count"),
     ],
 )
@@ -169,6 +216,17 @@ def test_unsupported_gguf_metadata_is_refused_by_name(changes: dict[str, Any], n
 def test_wrong_number_of_rope_factors_is_refused() -> None:
     with pytest.raises(ModelLoadError, match="has 3 factors, head_dim 16 needs 8"):
         ModelConfig.from_gguf(GGUF, is_tied=True, rope_factors=(1.0, 1.0, 1.0))
+
+
+def test_rope_factors_that_are_no_divisors_are_refused() -> None:
+    with pytest.raises(ModelLoadError, match=r"factor 0\.0"):
+        ModelConfig.from_gguf(GGUF, is_tied=True, rope_factors=(1.0,) * 7 + (0.0,))
+
+
+def test_mistral_has_defaults_of_its_own() -> None:
+    bare = {k: v for k, v in HF.items() if k not in ("num_key_value_heads", "architectures")}
+    config = ModelConfig.from_hf(bare | {"model_type": "mistral", "num_attention_heads": 16})
+    assert 8 == config.num_kv_heads
 
 
 def test_mistral_without_a_window_is_a_llama() -> None:

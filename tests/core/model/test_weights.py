@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from gguf import GGMLQuantizationType as Quant
+from gguf import GGUFEndian
 from gguf.quants import dequantize, quantize
 from numpy.typing import NDArray
 from safetensors.numpy import load_file, save, save_file
@@ -46,6 +47,32 @@ def test_repeated_embedding_of_a_tied_checkpoint_is_dropped(tmp_path: Path) -> N
     save_file(tensors | {"lm_head.weight": tensors["model.embed_tokens.weight"]}, path / "model.safetensors")
 
     assert_same_tensors(TIED.weights(), load_model_files(path))
+
+
+def test_other_output_matrix_is_used_although_the_config_ties_it(tmp_path: Path) -> None:
+    path = write_safetensors_dir(TIED, tmp_path)
+    tensors = load_file(path / "model.safetensors")
+    head = np.roll(tensors["model.embed_tokens.weight"], 1, axis=0)
+    save_file(tensors | {"lm_head.weight": head}, path / "model.safetensors")
+
+    loaded = load_model_files(path)
+    assert not loaded.config.tie_word_embeddings
+    assert_same_tensors(TIED.weights() | {"lm_head.weight": head}, loaded)
+
+
+@pytest.mark.parametrize("places", [None, [], {"model.norm.weight": 1}])
+def test_index_without_places_is_a_load_error(places: object, tmp_path: Path) -> None:
+    path = write_safetensors_dir(TIED, tmp_path, num_shards=2)
+    (path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": places}))
+    with pytest.raises(ModelLoadError, match=r"index\.json has no weight_map"):
+        load_model_files(path)
+
+
+def test_missing_shard_is_named(tmp_path: Path) -> None:
+    path = write_safetensors_dir(TIED, tmp_path, num_shards=3)
+    (path / "model-00002-of-00003.safetensors").unlink()
+    with pytest.raises(ModelLoadError, match=r"model-00002-of-00003\.safetensors cannot be read"):
+        load_model_files(path)
 
 
 def test_shards_are_put_together(tmp_path: Path) -> None:
@@ -162,6 +189,9 @@ def test_missing_path_is_a_load_error(name: str, tmp_path: Path) -> None:
 def test_directory_without_its_parts_is_a_load_error(tmp_path: Path) -> None:
     with pytest.raises(ModelLoadError, match=r"config\.json cannot be read"):
         load_model_files(tmp_path)
+    (tmp_path / "config.json").write_text("[" * 100_000)
+    with pytest.raises(ModelLoadError, match=r"config\.json is not JSON"):
+        load_model_files(tmp_path)
     (tmp_path / "config.json").write_text("{")
     with pytest.raises(ModelLoadError, match=r"config\.json is not JSON"):
         load_model_files(tmp_path)
@@ -173,6 +203,22 @@ def test_directory_without_its_parts_is_a_load_error(tmp_path: Path) -> None:
 def test_part_of_a_split_gguf_is_refused(tmp_path: Path) -> None:
     path = write_gguf(TIED, tmp_path / "model.gguf", metadata={"split.count": 2})
     with pytest.raises(ModelLoadError, match="one of 2 parts"):
+        load_model_files(path)
+
+
+@pytest.mark.parametrize("quant", [Quant.F32, Quant.Q8_0], ids=lambda q: q.name)
+def test_gguf_of_the_other_byte_order_is_refused(quant: Quant, tmp_path: Path) -> None:
+    """Its metadata could be read, and its tensors would be noise."""
+    path = write_gguf(TIED, tmp_path / "model.gguf", quant=quant, byte_order=GGUFEndian.BIG)
+    for load in (load_model_files, load_model_config):
+        with pytest.raises(ModelLoadError, match="another byte order"):
+            load(path)
+
+
+def test_metadata_that_is_no_text_is_named(tmp_path: Path) -> None:
+    path = write_gguf(TIED, tmp_path / "model.gguf", metadata={"general.name": "a name"})
+    path.write_bytes(path.read_bytes().replace(b"a name", b"\xff name"))
+    with pytest.raises(ModelLoadError, match=r"model\.gguf: metadata general\.name is not UTF-8"):
         load_model_files(path)
 
 
@@ -247,6 +293,15 @@ class TestConvertedWeightsAreKept:
 
         assert_same_tensors(UNTIED.weights(), load_model_files(path, cache_dir=tmp_path / "cache"))
         assert 1 == len(self.kept(tmp_path / "cache"))
+
+    def test_name_with_signs_of_a_pattern_stands_for_itself(self, tmp_path: Path) -> None:
+        """The file of that name is kept once, and nobody else's is dropped."""
+        other = write_gguf(TIED, tmp_path / "a b.gguf")
+        load_model_files(other, cache_dir=tmp_path / "cache")
+        path = write_gguf(TIED, tmp_path / "[a] *.gguf")
+        for model in (TIED, UNTIED):
+            load_model_files(write_gguf(model, path), cache_dir=tmp_path / "cache")
+        assert ["[", "a"] == [file.name[0] for file in self.kept(tmp_path / "cache")]
 
     def test_cache_that_cannot_be_written_costs_only_time(self, tmp_path: Path) -> None:
         (tmp_path / "cache").write_text("a file where the directory should be")
