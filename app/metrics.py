@@ -25,7 +25,7 @@ from starlette.types import Scope
 
 from app.engine_loop import EngineLoop
 from app.logs import max_concurrency
-from app.under_way import UnderWay
+from app.shares import Shares
 from core import Engine, EngineStats, Histogram
 
 # The older text format: every scraper reads it, and promtool.
@@ -124,12 +124,10 @@ HTTP_FINE_EDGES = (
 class Metrics:
     """One server's registry: several servers in one process (tests) do not meet."""
 
-    def __init__(
-        self, loop: EngineLoop, under_way: UnderWay, model_name: str, *, has_legacy_names: bool = False
-    ) -> None:
+    def __init__(self, loop: EngineLoop, shares: Shares, model_name: str, *, has_legacy_names: bool = False) -> None:
         disable_created_metrics()  # type: ignore[no-untyped-call] # a time series beside each counter that nobody asked for
         self.registry = CollectorRegistry()
-        self.registry.register(EngineCollector(loop, under_way, model_name, has_legacy_names=has_legacy_names))
+        self.registry.register(EngineCollector(loop, shares, model_name, has_legacy_names=has_legacy_names))
         self.http = HttpMetrics(self.registry)
         for kind in (ProcessCollector, PlatformCollector, GCCollector):
             kind(registry=self.registry)
@@ -145,10 +143,8 @@ class EngineCollector(Collector):
     `has_legacy_names`: some series come a second time, under the names that vLLM had for them before.
     """
 
-    def __init__(
-        self, loop: EngineLoop, under_way: UnderWay, model_name: str, *, has_legacy_names: bool = False
-    ) -> None:
-        self._under_way = under_way
+    def __init__(self, loop: EngineLoop, shares: Shares, model_name: str, *, has_legacy_names: bool = False) -> None:
+        self._shares = shares
         self._loop = loop
         self._has_legacy_names = has_legacy_names
         self._labels = (model_name, ENGINE)
@@ -224,7 +220,7 @@ class EngineCollector(Collector):
         by_reason = {
             "max_num_queued_reqs": self._loop.num_rejections,
             "max_num_queued_tokens": 0,  # a limit that we have not; vLLM's series
-            "max_num_seqs_per_key": self._under_way.num_rejections,
+            **self._shares.num_refused,
         }
         for reason, number in by_reason.items():
             family.add_metric((self._labels[0], reason), number)

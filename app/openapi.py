@@ -40,7 +40,7 @@ _WITH_INPUT = {
     "408": "The body, or the reading of the answer, took too long.",
     "410": "Somebody has ended the request by /abort_requests.",
     "413": "The body is longer than this server takes.",
-    "429": "This key has as many requests in flight as it may have.",
+    "429": "This key has had its share for now: of places, of requests a minute or of tokens.",
     "504": "The request took longer than this server lets it.",
 }
 

@@ -20,6 +20,7 @@ from app.run import Run
 from app.schemas.embeddings import EmbeddingRequest
 from app.schemas.generation import GenerationRequest
 from app.settings import Settings
+from app.shares import Shares
 from app.tracing import tracing_to
 from app.under_way import UnderWay
 from core import Engine, InvalidRequest
@@ -43,9 +44,14 @@ class Service:
         self.settings = settings
         self.engine = engine
         self.loop = EngineLoop(engine, max_queue=settings.max_queue, stall_timeout_s=settings.stall_timeout)
-        self._under_way = UnderWay(settings.max_num_seqs_per_key)
+        shares = Shares(
+            places=settings.max_num_seqs_per_key,
+            requests_per_minute=settings.requests_per_minute_per_key,
+            tokens_per_minute=settings.tokens_per_minute_per_key,
+        )
+        self._under_way = UnderWay(shares)
         self.metrics = Metrics(
-            self.loop, self._under_way, settings.model_names[0], has_legacy_names=settings.legacy_metric_names
+            self.loop, shares, settings.model_names[0], has_legacy_names=settings.legacy_metric_names
         )
         self.created = int(time.time())
         self.version = package_version()

@@ -100,6 +100,12 @@ class Settings(BaseSettings):
     max_num_seqs_per_key: HumanInt | None = Field(
         default=None, ge=1, description="Most requests of one key waiting or running; beyond it 429; default: no limit."
     )
+    requests_per_minute_per_key: HumanInt | None = Field(
+        default=None, ge=1, description="Most requests of one key a minute; beyond it 429; default: no limit."
+    )
+    tokens_per_minute_per_key: HumanInt | None = Field(
+        default=None, ge=1, description="Most tokens of one key a minute, prompt and output; beyond it 429."
+    )
     block_size: HumanInt = Field(default=16, ge=1, description="Tokens in a KV block.")
     num_kv_blocks: HumanInt | None = Field(default=None, ge=1, description="KV blocks; default: by memory.")
     kv_cache_memory_bytes: HumanInt | None = Field(default=None, ge=1, description="Memory of the KV cache: 512M.")

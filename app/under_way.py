@@ -7,42 +7,33 @@ What is in flight is asked of the runs themselves: whoever leaves, whatever the 
 from collections import defaultdict
 from typing import TYPE_CHECKING
 
-from app.errors import rate_limited
-from core import InvalidRequest
+from app.shares import Owner, Shares
 
 if TYPE_CHECKING:
     from app.run import Run
 
 
 class UnderWay:
-    """All runs from their start to their end. `max_per_owner`: most sequences of one owner's waiting or running."""
+    """All runs from their start to their end."""
 
-    def __init__(self, max_per_owner: int | None = None) -> None:
-        self.num_rejections = 0
-        self._max_per_owner = max_per_owner
-        self._runs: defaultdict[str | None, set[Run]] = defaultdict(set)
+    def __init__(self, shares: Shares) -> None:
+        self._shares = shares
+        self._runs: defaultdict[Owner, set[Run]] = defaultdict(set)
 
     def add(self, run: "Run") -> None:
         self._runs[run.owner].add(run)
+        self._shares.has_begun(run.owner)
 
     def discard(self, run: "Run") -> None:
         self._runs[run.owner].discard(run)
+        self._shares.has_ended(run.owner, num_tokens=run.usage().total_tokens)
 
-    def found(self, ids: set[str] | None, *, owner: str | None) -> list["Run"]:
+    def found(self, ids: set[str] | None, *, owner: Owner) -> list["Run"]:
         """Those with one of these ids, or all (None), of one owner or of anybody (None)."""
         of_owners = self._runs.values() if owner is None else [self._runs[owner]]
         return [run for runs in of_owners for run in runs if ids is None or run.ids & ids]
 
-    def refuse_beyond_share(self, owner: str | None, num_new: int = 1) -> None:
-        """Raise what an owner is told that may not have so many sequences more: 429, or 400 if it never may."""
-        limit = self._max_per_owner
-        if limit is None:
-            return
-        if num_new > limit:
-            raise InvalidRequest(f"the prompts times n are {num_new} sequences, limit for a key is {limit}")
+    def refuse_beyond_share(self, owner: Owner, num_new: int = 1) -> None:
+        """Raise what an owner is told that may not have so many sequences more."""
         num_in_flight = sum(run.num_in_flight for run in self._runs[owner])
-        if num_in_flight + num_new > limit:
-            self.num_rejections += 1
-            whose = "this server" if owner is None else f"key '{owner}'"
-            what = f"{num_in_flight} requests are in flight, limit is {limit}"
-            raise rate_limited(f"Rate limit reached for {whose}: {what}", kind="requests")
+        self._shares.refuse_beyond(owner, num_in_flight=num_in_flight, num_new=num_new)

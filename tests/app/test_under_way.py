@@ -54,7 +54,7 @@ async def test_beyond_its_share_a_key_is_refused_and_others_are_not(path: str):
         assert len(refusals) == (await server.metrics())[REJECTIONS]
     for refusal in refusals:
         assert (429, "1") == (refusal.status_code, refusal.headers["retry-after"])
-        message = "Rate limit reached for key 'alice': 2 requests are in flight, limit is 2"
+        message = "Rate limit reached for key 'alice': requests in flight are 2, limit is 2"
         assert message == refusal.json()["error"]["message"]
 
 
@@ -122,7 +122,7 @@ async def test_without_keys_everybody_is_one():
         refusal = await ask(server, "whoever")
 
     assert 429 == refusal.status_code
-    assert "for this server: 2 requests" in refusal.json()["error"]["message"]
+    assert "for this server: requests in flight are 2" in refusal.json()["error"]["message"]
 
 
 async def test_what_needs_no_place_is_answered_and_ends_what_has_one():
