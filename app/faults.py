@@ -68,7 +68,7 @@ class FaultInjection:
     def __init__(self, app: ASGIApp, *, is_enabled: bool) -> None:
         self._app = app
         self._is_enabled = is_enabled
-        self._kv_pool = _KVPool()
+        self._kv_pool = KVPool()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http" or scope["method"] != "POST":
@@ -117,7 +117,7 @@ def faulty(scope: Scope, events: AsyncGenerator[bytes, None]) -> AsyncGenerator[
 class _Plan:
     """The faults of one request, each to strike before the event of its number."""
 
-    def __init__(self, faults: Sequence[Fault], scope: Scope, kv_pool: "_KVPool") -> None:
+    def __init__(self, faults: Sequence[Fault], scope: Scope, kv_pool: "KVPool") -> None:
         self._faults = faults
         self._scope = scope
         self._kv_pool = kv_pool
@@ -167,14 +167,16 @@ def _die(engine: Engine) -> None:
     raise InvariantViolation("killed by an injected fault")
 
 
-class _KVPool:
+class KVPool:
     """Keeps the engine's free blocks from it until the last of those who wanted that has had enough."""
 
     def __init__(self) -> None:
         self._tasks: set[asyncio.Task[None]] = set()
+        self._num_wanted = 0  # by so many it is to be full
 
     async def fill(self, loop: "EngineLoop", seconds: float) -> None:
         """Returns when the pool is full; it stays so for `seconds`."""
+        self._num_wanted += 1
         await loop.call(Engine.hold_free_blocks)
         task = asyncio.create_task(self._empty_later(loop, seconds), name="full KV pool")
         self._tasks.add(task)
@@ -182,6 +184,7 @@ class _KVPool:
 
     async def _empty_later(self, loop: "EngineLoop", seconds: float) -> None:
         await asyncio.sleep(seconds)
-        if len(self._tasks) == 1:
+        self._num_wanted -= 1
+        if not self._num_wanted:
             with suppress(EngineDead, ApiError):  # the server ends, and the blocks with it
                 await loop.call(Engine.release_held_blocks)

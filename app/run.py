@@ -232,7 +232,7 @@ def most_likely(samples: Sequence[RequestOutput], num: int) -> list[RequestOutpu
 
     def mean_logprob(sample: RequestOutput) -> float:
         logprobs = [token.logprobs.logprob for token in sample.tokens if token.logprobs is not None]
-        return sum(logprobs) / len(logprobs)
+        return sum(logprobs) / len(logprobs) if logprobs else 0.0  # none are drawn where only the prompt is scored
 
     return sorted(samples, key=mean_logprob, reverse=True)[:num]
 

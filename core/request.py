@@ -300,6 +300,11 @@ class Request:
         return self.finish_reason is not None
 
     @property
+    def needs_every_row(self) -> bool:
+        """Its prompt is computed whole whatever a cache holds: the row of each of its tokens is wanted."""
+        return self.params.embed or self.params.num_prompt_logprobs is not None
+
+    @property
     def num_unneeded_rows(self) -> int:
         """Leading tokens of which nothing but their KV is needed, so that it may come from a cache.
 

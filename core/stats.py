@@ -128,6 +128,14 @@ class _Times:
     num_generated: int = 0
 
 
+@dataclass(slots=True)
+class _Family:
+    """The samples of one prompt: how many have not ended, and the longest output of those that ended well."""
+
+    num_open: int
+    longest: int | None = None
+
+
 class StatsGatherer:
     """Gathers what `EngineStats` shows. One thread only.
 
@@ -160,6 +168,7 @@ class StatsGatherer:
             "acceptance_length": _Gatherer(tuple(map(float, range(1, num_draft_positions + 2)))),
         }
         self._times: dict[str, _Times] = {}
+        self._families: dict[int, _Family] = {}  # of which one has ended, by their arrival
         self._finished: Counter[str] = Counter(dict.fromkeys(FINISHED_REASONS, 0))
         self._sources: Counter[str] = Counter(dict.fromkeys(PROMPT_SOURCES, 0))
         self._cached: Counter[str] = Counter(dict.fromkeys(CACHE_SOURCES, 0))
@@ -185,7 +194,8 @@ class StatsGatherer:
             times = self._times_of(request)
             if times.first_scheduled is None:
                 times.first_scheduled = started_s
-                self._queries += request.num_prompt_tokens if self._has_prefix_cache else 0
+                if self._has_prefix_cache and not request.needs_every_row:
+                    self._queries += request.num_prompt_tokens
                 self._hits += request.num_cached_tokens
             for sibling in scheduled.born_siblings:
                 self._times[sibling.request_id] = _Times(times.first_scheduled, is_born=True)
@@ -240,8 +250,24 @@ class StatsGatherer:
         assert request.finish_reason is not None
         self._finished[request.finish_reason.value] += 1
         times = self._times.pop(request.request_id, _Times())
-        if request.finish_reason in (FinishReason.STOP, FinishReason.LENGTH):
+        ended_well = request.finish_reason in (FinishReason.STOP, FinishReason.LENGTH)
+        if ended_well:
             self._observe_finished(request, times, now_s)
+        self._on_finish_of_sample(request, ended_well=ended_well)
+
+    def _on_finish_of_sample(self, request: Request, *, ended_well: bool) -> None:
+        """What is told of all samples of a prompt is observed once, when the last of them has ended."""
+        arrival, _ = request.age
+        family = self._families.setdefault(arrival, _Family(request.num_samples))
+        family.num_open -= 1
+        if ended_well:
+            family.longest = max(request.num_output_tokens, family.longest or 0)
+        if family.num_open:
+            return
+        del self._families[arrival]
+        if family.longest is not None:
+            self._histograms["request_max_num_generation_tokens"].observe(family.longest)
+            self._histograms["request_params_n"].observe(request.num_samples)
 
     def _observe_finished(self, request: Request, times: _Times, now_s: float) -> None:
         assert times.first_scheduled is not None
@@ -258,10 +284,10 @@ class StatsGatherer:
             "request_inference_time_seconds": decoded_s - times.first_scheduled,
             "request_prompt_tokens": request.num_prompt_tokens,
             "request_generation_tokens": num_output,
-            "request_max_num_generation_tokens": num_output,
             "request_params_max_tokens": request.max_tokens,
-            "request_params_n": request.num_samples,
-            "request_prefill_kv_computed_tokens": request.num_prompt_tokens - request.num_cached_tokens,
+            "request_prefill_kv_computed_tokens": (
+                0 if times.is_born else request.num_prompt_tokens - request.num_cached_tokens
+            ),
             "request_num_preemptions": request.num_preemptions,
         }
         if num_output > 1:

@@ -62,9 +62,8 @@ def family(
 ) -> Request:
     """A request and its siblings, `id`, `id.1`, `id.2` and so on."""
     ids = [request_id, *(f"{request_id}.{choice}" for choice in range(1, num_samples))]
-    first, *siblings = (request(name, prompt, max_tokens, choice=i, **fields) for i, name in enumerate(ids))
-    first.siblings = siblings
-    return first
+    siblings = [request(name, prompt, max_tokens, choice=i, **fields) for i, name in enumerate(ids[1:], 1)]
+    return request(request_id, prompt, max_tokens, siblings=siblings, **fields)
 
 
 def text_decoder() -> IncrementalDetokenizer:

@@ -239,7 +239,7 @@ class StepPlanner:
         if manager.allocate(request.request_id, num_cached + num_tokens, block_hashes=hits) is None:
             return False
         if request.status is RequestStatus.WAITING:
-            if self._ghost is not None:
+            if self._ghost is not None and not request.needs_every_row:
                 self._ghost.look_up(self._could_hit(request, request.num_tokens), request.num_tokens)
             request.num_cached_tokens = num_cached
             request.num_host_cached_tokens = len(tier_hits) * manager.block_size

@@ -331,6 +331,14 @@ async def test_best_of_draws_more_than_it_shows_and_counts_all_that_were_drawn()
     assert (1, 9) == (body["usage"]["prompt_tokens"], body["usage"]["completion_tokens"])
 
 
+async def test_best_of_samples_without_a_token_are_as_good_as_each_other():
+    """Where only the prompt is scored."""
+    async with in_process() as server:
+        response = await server.complete(prompt="p", best_of=3, n=2, max_tokens=0, echo=True)
+
+    assert ["p", "p"] == [choice["text"] for choice in response.raise_for_status().json()["choices"]]
+
+
 async def refused(server: RunningServer, **body: Any) -> tuple[int, str | None]:
     response = await server.complete(**body)
     return response.status_code, response.json()["error"]["param"]

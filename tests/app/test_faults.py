@@ -9,7 +9,7 @@ from typing import Any
 import httpx
 import pytest
 
-from app.faults import MAX_FAULTS, Fault, parse_faults
+from app.faults import MAX_FAULTS, Fault, KVPool, parse_faults
 from core import InvalidRequest
 from tests.app.servers import RunningServer, in_process, live
 
@@ -209,4 +209,13 @@ async def test_a_pool_filled_twice_is_full_until_the_later_end():
         held = await server.metrics()
 
         assert 0 == held["octavo:kv_blocks_free"]
+        assert 64 == (await server.until_idle())["octavo:kv_blocks_free"]
+
+
+async def test_a_pool_filled_by_two_who_end_at_once_is_given_back():
+    """Neither may take the other for one that is still there."""
+    async with faulty() as server:
+        pool, loop = KVPool(), server.service.loop
+        await asyncio.gather(*(pool.fill(loop, 0.0) for _ in range(2)))
+
         assert 64 == (await server.until_idle())["octavo:kv_blocks_free"]

@@ -342,11 +342,12 @@ def test_samples_of_one_prompt_share_its_cost_and_say_how_many_they_are():
     it.add(new_request("a", prompt=[1] * 9, max_tokens=2, sibling_ids=["b", "c"]))
     outputs = run(it)
     stats = it.stats
-    samples = stats.histograms["request_params_n"]
+    samples, computed = (stats.histograms[f"request_{name}"] for name in ("params_n", "prefill_kv_computed_tokens"))
 
     assert {"a": 2, "b": 2, "c": 2} == {name: len(token_ids_of(said)) for name, said in outputs.items()}
     assert (9, 9, 6) == (stats.num_prompt_tokens, stats.prefix_cache_queries, stats.num_generation_tokens)
-    assert (3, 9.0) == (samples.count, samples.sum)
+    assert (1, 3.0) == (samples.count, samples.sum)
+    assert (3, 9.0) == (computed.count, computed.sum)
 
 
 def test_an_heir_counts_its_prompt_once():

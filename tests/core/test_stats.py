@@ -1,6 +1,7 @@
 """Counters and histograms from moments handed in: no clock, no engine."""
 
 from dataclasses import FrozenInstanceError, replace
+from typing import Any
 
 import pytest
 
@@ -123,6 +124,45 @@ def test_a_prompt_of_several_samples_counts_once_and_each_sample_has_its_own_lat
         stats.histograms["request_prefill_time_seconds"].count,
         stats.histograms["request_prefill_time_seconds"].sum,
     )
+
+
+@pytest.mark.parametrize(
+    ("ends", "observed"),
+    [
+        ([("length", 3), ("stop", 7), ("stop", 5)], (1, 7.0, 3.0)),
+        ([("stop", 7), ("abort", 9), ("length", 3)], (1, 7.0, 3.0)),
+        ([("error", 2), ("abort", 9), ("stop", 4)], (1, 4.0, 3.0)),
+        ([("abort", 1), ("error", 9), ("abort", 1)], (0, 0.0, 0.0)),
+        ([("stop", 7), ("length", 8)], (0, 0.0, 0.0)),  # one goes on
+    ],
+)
+def test_what_all_samples_of_a_prompt_have_in_common_is_observed_once(
+    ends: list[tuple[str, int]], observed: tuple[int, float, float]
+):
+    """How many they are, and the longest output of those that ended well; the prompt was computed for the first."""
+    gatherer, it = StatsGatherer(100, 0), family("a", 3, [0] * 7)
+    members = [it, *it.siblings]
+    gatherer.on_step(plan(it), 0.0)
+    for member, (reason, num_tokens) in zip(members, ends, strict=False):
+        member.finish(FinishReason(reason))
+        gatherer.on_output(member, output(member, num_tokens), 1.0)
+    found = gatherer.snapshot().histograms
+    longest, samples, computed = (
+        found[f"request_{name}"] for name in ("max_num_generation_tokens", "params_n", "prefill_kv_computed_tokens")
+    )
+
+    assert observed == (longest.count, longest.sum, samples.sum)
+    assert (7.0 if ends[0][0] in ("stop", "length") else 0.0) == computed.sum
+
+
+@pytest.mark.parametrize("params", [{"num_prompt_logprobs": 0}, {"embed": True}])
+def test_a_prompt_of_which_every_row_is_wanted_is_not_looked_up(params: dict[str, Any]):
+    gatherer, it = StatsGatherer(100, 0), request(prompt=[0] * 7, **params)
+    gatherer.on_step(plan(it), 0.0)
+    gatherer.on_output(it, output(it, 1), 0.0)
+    stats = gatherer.snapshot()
+
+    assert (0, 7) == (stats.prefix_cache_queries, stats.num_prompt_tokens)
 
 
 def test_moved_blocks_are_counted_as_the_plan_says():

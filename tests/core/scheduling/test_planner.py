@@ -176,6 +176,15 @@ def test_a_prompt_is_looked_up_once_whatever_becomes_of_it():
     assert (0.0, 12) == (ghost.infinite_hit_rate, ghost._num_queried_tokens)
 
 
+def test_a_prompt_that_could_hit_nothing_is_not_looked_up():
+    """Each of its rows is wanted; what a larger cache would have hit is nothing either."""
+    ghost = PrefixGhost(2, 4)
+    it = Planning(request("a", [1, 2, 3], num_prompt_logprobs=0), request("b", [1, 2, 3, 4]), ghost=ghost)
+    it.step()
+
+    assert 4 == ghost._num_queried_tokens
+
+
 # Waiting for a block being computed
 
 
