@@ -179,7 +179,7 @@ def test_a_prompt_is_looked_up_once_whatever_becomes_of_it():
 def test_a_prompt_that_could_hit_nothing_is_not_looked_up():
     """Each of its rows is wanted; what a larger cache would have hit is nothing either."""
     ghost = PrefixGhost(2, 4)
-    it = Planning(request("a", [1, 2, 3], num_prompt_logprobs=0), request("b", [1, 2, 3, 4]), ghost=ghost)
+    it = Planning(request("a", [1, 2, 3], num_prompt_logprobs=0), request("b", [4, 3, 2, 1]), ghost=ghost)
     it.step()
 
     assert 4 == ghost._num_queried_tokens
