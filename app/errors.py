@@ -6,6 +6,7 @@ show `message`; `code` is a string or null, never the status. There is no 422: a
 
 import json
 import logging
+import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -22,6 +23,7 @@ logger = logging.getLogger(__name__)
 INVALID = "invalid_request_error"
 SERVER_ERROR = "server_error"
 MAX_SHOWN = 64  # characters of a wrong value that are quoted
+MAX_SHOWN_PATH = 256
 MAX_PROBLEMS = 5  # problems of one body that are listed; a list of a million wrong items has a million
 
 
@@ -78,11 +80,17 @@ def unsupported(param: str, why: str = "is not supported by this server") -> Api
 
 def unknown_field(param: str) -> ApiError:
     """400: a field that nobody knows, where the server is told to take none."""
-    return ApiError(400, f"Unknown parameter: '{param}'", param=param, code="unknown_parameter")
+    shown = shortened(param)
+    return ApiError(400, f"Unknown parameter: '{shown}'", param=shown, code="unknown_parameter")
 
 
 def model_not_found(name: str) -> ApiError:
-    return ApiError(404, f"The model '{name}' does not exist", param="model", code="model_not_found")
+    return ApiError(404, f"The model '{shortened(name)}' does not exist", param="model", code="model_not_found")
+
+
+def shortened(text: str, limit: int = MAX_SHOWN) -> str:
+    """What a client wrote, as it is quoted back: an answer does not grow with a wrong value."""
+    return text if len(text) <= limit else text[:limit] + "..."
 
 
 def as_api_error(error: Exception) -> ApiError:
@@ -150,6 +158,8 @@ async def _handle_validation(request: Request, error: Exception) -> Response:
     if any(problem["loc"] == ("body",) for problem in problems) and not _is_json(request):
         found = request.headers.get("content-type")
         return ApiError(400, f"Content-Type must be application/json, it is {found!r}").response()
+    if problems[0]["type"] == "json_invalid" and (why := _why_encoded(request)) is not None:
+        return ApiError(400, f"The body is not valid JSON: {why}").response()
     return ApiError(400, _describe(problems), param=_param(problems[0])).response()
 
 
@@ -159,12 +169,33 @@ async def _handle_http(request: Request, error: Exception) -> Response:
         return await _handle_gone(request, error)
     if isinstance(error.__cause__, ApiError | InvalidRequest | EngineDead):
         return await _handle(request, error.__cause__)
-    message = str(error.detail)
+    message, path = str(error.detail), shortened(request.url.path, MAX_SHOWN_PATH)
     if error.status_code == 404:
-        message = f"Unknown path: {request.method} {request.url.path}"
+        message = f"Unknown path: {request.method} {path}"
     elif error.status_code == 405:
-        message = f"{request.method} is not allowed on {request.url.path}"
+        message = f"{request.method} is not allowed on {path}"
+    elif isinstance(error.__cause__, ValueError | RecursionError):  # of the parser
+        message = f"The body is not valid JSON: {_why_unreadable(request, error.__cause__)}"
     return ApiError(error.status_code, message, headers=error.headers).response()
+
+
+def _why_encoded(request: Request) -> str | None:
+    """What to say of a body that may well be JSON, but compressed; None of one that is sent as it is."""
+    coding = request.headers.get("content-encoding", "identity")
+    if coding.strip().lower() in ("", "identity"):
+        return None
+    return f"Content-Encoding {shortened(coding)!r} is not supported, send the body as it is"
+
+
+def _why_unreadable(request: Request, error: ValueError | RecursionError) -> str:
+    """Of a body that the parser did not get through, rather than found a mistake in."""
+    match error:
+        case RecursionError():
+            return "it is nested too deeply"
+        case UnicodeDecodeError():
+            return _why_encoded(request) or f"it is not {error.encoding.upper()} at byte {error.start}"
+        case _:
+            return f"a number in it has more than {sys.get_int_max_str_digits()} digits"
 
 
 async def _handle_gone(request: Request, error: Exception) -> Response:
@@ -184,16 +215,16 @@ def _param(problem: Mapping[str, Any]) -> str | None:
 
 def _field(problem: Mapping[str, Any]) -> str:
     """The field and its value as the client wrote it, but for objects and lists, which may be the whole body."""
-    name, value = ".".join(map(str, problem["loc"][1:])), problem.get("input")
+    name, value = shortened(".".join(map(str, problem["loc"][1:])), 2 * MAX_SHOWN), problem.get("input")
     if isinstance(value, dict | list) or problem["type"] == "missing":
         return name
-    text = json.dumps(value)
-    return f"{name} is {text if len(text) <= MAX_SHOWN else text[:MAX_SHOWN] + '...'}"
+    return f"{name} is {shortened(json.dumps(value))}"
 
 
 def _describe(problems: Sequence[Mapping[str, Any]]) -> str:
     if problems[0]["type"] == "json_invalid":
-        return f"The body is not valid JSON: {problems[0]['ctx']['error']} at character {problems[0]['loc'][-1]}"
+        what = problems[0]["ctx"]["error"].removesuffix(" at")
+        return f"The body is not valid JSON: {what} at character {problems[0]['loc'][-1]}"
     if problems[0]["loc"] == ("body",):
         return "The body must be a JSON object"
     parts = [f"{_field(problem)}: {problem['msg']}" for problem in problems[:MAX_PROBLEMS]]

@@ -73,6 +73,7 @@ async def abort_requests(body: AbortRequest, request: Request, service: ServiceO
 
     Other people's requests count as not there.
     """
+    body.refuse_unsupported(is_strict=service.settings.strict_fields)
     if (body.request_ids is None) == (body.all is not True):
         raise InvalidRequest("give either request_ids or all", "request_ids")
     wanted = None if body.request_ids is None else set(body.request_ids)
@@ -105,6 +106,7 @@ async def debug_kv(service: ServiceOf) -> dict[str, Any]:
 @router.post("/tokenize")
 async def tokenize(body: TokenizeRequest, service: ServiceOf) -> TokenizeResponse:
     """Tokens of a text, or of a conversation as the chat template writes it."""
+    body.refuse_unsupported(is_strict=service.settings.strict_fields)
     service.check_model(body.model)
     ids = await service.in_tokenizer(_tokens, service, body)
     return TokenizeResponse(
@@ -130,6 +132,7 @@ async def tokenizer_info(service: ServiceOf) -> TokenizerInfo:
 
 @router.post("/detokenize")
 async def detokenize(body: DetokenizeRequest, service: ServiceOf) -> DetokenizeResponse:
+    body.refuse_unsupported(is_strict=service.settings.strict_fields)
     service.check_model(body.model)
     tokenizer = service.engine.tokenizer
     outside = [token_id for token_id in body.tokens if not 0 <= token_id < tokenizer.vocab_size]
@@ -151,6 +154,7 @@ def _tokens(service: Service, body: TokenizeRequest) -> Sequence[int]:
         body.messages,
         tools=definitions(body.tools or ()),
         add_generation_prompt=body.add_generation_prompt is not False,
+        continue_final_message=bool(body.continue_final_message),
         variables=body.chat_template_kwargs,
     )
     return encode(service.engine, text, add_special_tokens=bool(adds_special), param="messages").token_ids

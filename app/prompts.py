@@ -65,6 +65,7 @@ def encode_bad_words(tokenizer: Tokenizer, words: Sequence[str]) -> tuple[tuple[
     """
     found: list[tuple[int, ...]] = []
     for word in words:
+        num_bytes(word, "bad_words")
         plain, spaced = (
             tuple(tokenizer.encode(space + word.lstrip(), add_special_tokens=False)) for space in ("", " ")
         )

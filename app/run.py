@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any, Self
 
-from app.access import key_name, note, trace
+from app.access import MAX_SHOWN_CHARACTERS, key_name, note, trace
 from app.drafts import DraftTally
 from app.engine_loop import EngineLoop, Stream
 from app.errors import SERVER_ERROR, ApiError
@@ -187,7 +187,7 @@ class Run:
         usage = self.usage()
         fields = {
             "request_id": self.job.id,
-            "trace_id": self.job.trace_id,
+            "trace_id": self.job.trace_id[:MAX_SHOWN_CHARACTERS],
             "reason": ",".join(sorted(reasons)),
             "num_choices": self.job.num_choices,
             "num_prompt_tokens": usage.prompt_tokens,

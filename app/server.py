@@ -16,6 +16,7 @@ import uvicorn
 from fastapi import FastAPI
 from starlette.types import Scope
 
+from app.protocol import BoundedHeads
 from app.service import Service
 from app.settings import Settings
 
@@ -34,6 +35,7 @@ class Server(uvicorn.Server):
                 app,
                 host=settings.host,
                 port=settings.port,
+                http=BoundedHeads,
                 log_config=None,
                 log_level=settings.uvicorn_log_level,
                 access_log=False,  # the line "request finished" says more

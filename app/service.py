@@ -156,6 +156,7 @@ ServiceOf = Annotated[Service, Depends(_service_of)]
 
 
 def trace_id(request: Request, body_id: str | None) -> str | None:
-    """The caller's own id of this request, if it gave one that may stand in a header."""
-    given = request.headers.get("x-request-id") or body_id
-    return given if given and len(given) <= 256 and given.isascii() and given.isprintable() else None
+    """The caller's own id of this request: as its header has it, or its body, if it may stand in a header."""
+    if given := request.headers.get("x-request-id"):
+        return given
+    return body_id if body_id and len(body_id) <= 256 and body_id.isascii() and body_id.isprintable() else None

@@ -42,6 +42,8 @@ class CountTokensRequest(StrictModel):
         **UNSUPPORTED,
         "container": (),
         "context_management": (),
+        "logprobs": (False,),
+        "max_completion_tokens": (),
         "mcp_servers": ([],),
         "output_format": (),
         "thinking": ({"type": "disabled"},),

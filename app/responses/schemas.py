@@ -35,6 +35,7 @@ class ResponsesRequest(GenerationRequest):
         "conversation": (),
         "include": ([],),
         "logprobs": (False,),
+        "max_completion_tokens": (),
         "max_tool_calls": (),
         "previous_response_id": (),
         "prompt": (),

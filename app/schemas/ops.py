@@ -1,21 +1,34 @@
 """The shapes of what operators and tools ask: the tokenizer by itself, and ends of requests."""
 
-from typing import Annotated, Any
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar
 
 from pydantic import BaseModel, Field
 
-from app.schemas.base import StrictModel
+from app.schemas.base import UNSUPPORTED, StrictModel
 from app.schemas.chat import ChatMessage, Tools
 from app.schemas.prompts import MAX_PROMPTS
 
 
-class TokenizeRequest(StrictModel):
+class ToolRequest(StrictModel):
+    """A request to a tool beside the API: of a body of the API, which people may send here as it is, it reads a part."""
+
+    unsupported_fields: ClassVar[Mapping[str, tuple[Any, ...]]] = {}
+
+
+class TokenizeRequest(ToolRequest):
+    # What would change the tokens.
+    unsupported_fields: ClassVar[Mapping[str, tuple[Any, ...]]] = {
+        name: UNSUPPORTED[name] for name in ("chat_template", "documents", "mm_processor_kwargs")
+    }
+
     model: str | None = None
     prompt: str | None = None
     messages: Annotated[list[ChatMessage], Field(min_length=1)] | None = None
     tools: Tools | None = None
     add_special_tokens: bool | None = None
     add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     return_token_strs: bool | None = None
 
@@ -37,7 +50,7 @@ class TokenizerInfo(BaseModel):
     chat_template: str | None
 
 
-class DetokenizeRequest(StrictModel):
+class DetokenizeRequest(ToolRequest):
     model: str | None = None
     tokens: list[int]
 
@@ -46,7 +59,7 @@ class DetokenizeResponse(BaseModel):
     prompt: str
 
 
-class AbortRequest(StrictModel):
+class AbortRequest(ToolRequest):
     """`request_ids`: as responses have them in `id`, or as the caller sent them in X-Request-Id."""
 
     request_ids: Annotated[list[str], Field(max_length=MAX_PROMPTS)] | None = None

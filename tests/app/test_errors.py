@@ -1,5 +1,6 @@
 """Whatever goes wrong, the answer is OpenAI's error object with the right status, and nothing of our insides."""
 
+import gzip
 from typing import Any
 
 import pytest
@@ -56,9 +57,13 @@ def test_our_own_mistakes_are_not_described():
         (b'{"prompt": "p", "temperature": 1e999}', JSON, "finite", "temperature"),
         (b'{"prompt": "p", "stop": {"a": 1}}', JSON, "stop", "stop"),
         (b'{"prompt": "\\ud800"}', JSON, "surrogate", "prompt"),
-        (b'{"prompt": "p", "seed": ' + b"9" * 5000 + b"}", JSON, "body", None),
-        (b'{"prompt": ' + b"[" * 200_000 + b"}", JSON, "", None),
-        (b'{"prompt": "p", "x": "\xff"}', JSON, "", None),
+        (b'{"prompt": "p", "seed": ' + b"9" * 5000 + b"}", JSON, "a number in it has more than 4300 digits", None),
+        (b'{"prompt": ' + b"[" * 200_000 + b"}", JSON, "nested too deeply", None),
+        (b'{"prompt": "p", "x": "\xff"}', JSON, "not UTF-8 at byte 22", None),
+        (b'{"prompt": "a\x01"}', JSON, "Invalid control character at character 13", None),
+        (gzip.compress(b'{"prompt": "p"}'), {**JSON, "content-encoding": "gzip"}, "Content-Encoding 'gzip'", None),
+        (b"\x0b\x07", {**JSON, "content-encoding": "br"}, "Content-Encoding 'br'", None),
+        (b'{"prompt": "p", "bad_words": ["\\ud800"]}', JSON, "bad_words has half of a surrogate pair", "bad_words"),
     ],
 )
 async def test_a_body_that_does_not_fit_is_400_and_never_422(content: bytes, headers: Any, message: str, param: Any):
@@ -79,6 +84,9 @@ async def test_a_body_that_does_not_fit_is_400_and_never_422(content: bytes, hea
         ("/v1/messages", {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 1}),
         ("/v1/messages/count_tokens", {"messages": [{"role": "user", "content": "Hi"}]}),
         ("/v1/embeddings", {"input": "Hi"}),
+        ("/tokenize", {"prompt": "Hi"}),
+        ("/detokenize", {"tokens": [1]}),
+        ("/abort_requests", {"request_ids": []}),
     ],
 )
 async def test_a_strict_server_takes_no_field_that_nobody_knows(path: str, body: dict[str, Any]):
@@ -98,6 +106,48 @@ async def test_a_name_that_has_no_utf8_is_just_unknown():
         )
 
     assert (404, "model_not_found") == (response.status_code, response.json()["error"]["code"])
+
+
+@pytest.mark.parametrize(
+    ("status", "body"),
+    [
+        (404, {"prompt": "p", "model": "x" * 10_000}),
+        (400, {"prompt": "p", "x" * 10_000: 1}),
+        (400, {"prompt": "p", "logit_bias": {"x" * 10_000: "y"}}),
+        (400, {"prompt": "p", "seed": "x" * 10_000}),
+    ],
+)
+async def test_an_answer_does_not_grow_with_what_was_wrong(status: int, body: dict[str, Any]):
+    async with in_process(strict_fields=True) as server:
+        response = await server.complete(**body)
+
+    assert status == response.status_code
+    assert 400 > len(response.text)
+
+
+async def test_a_long_path_is_not_given_back_whole():
+    async with in_process() as server:
+        response = await server.client.get("/" + "x" * 10_000)
+
+    assert 404 == response.status_code
+    assert 400 > len(response.text)
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "name"),
+    [
+        ("/v1/messages", {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 1}, "logprobs"),
+        ("/v1/messages", {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 1}, "max_completion_tokens"),
+        ("/v1/responses", {"input": "Hi", "max_output_tokens": 1}, "max_completion_tokens"),
+        ("/tokenize", {"messages": [{"role": "user", "content": "Hi"}]}, "chat_template"),
+    ],
+)
+async def test_what_another_api_would_have_heeded_is_not_ignored(path: str, body: dict[str, Any], name: str):
+    async with in_process() as server:
+        response = await server.client.post(path, json={**body, name: 3})
+
+    assert 400 == response.status_code
+    assert f"'{name}' is not supported" in response.json()["error"]["message"]
 
 
 async def test_a_long_list_of_problems_is_cut_short():

@@ -5,6 +5,7 @@ import json
 from collections.abc import AsyncIterator
 from typing import Any
 
+import httpx
 import pytest
 
 from app.middleware import MAX_UNWATCHED_BYTES, ReaderLimit
@@ -135,4 +136,12 @@ async def test_the_callers_request_id_comes_back_on_every_answer():
         for path in ("/health", "/nowhere", "/v1/completions"):
             response = await server.client.get(path, headers={"X-Request-Id": "mine"})
             assert ["mine"] == response.headers.get_list("x-request-id")
+        for given in (b"mine", "étrange".encode(), b"\xff", b"x" * 1000, b'"a\tb"'):
+            response = await server.client.post("/v1/completions", json={"prompt": "p"}, headers={"X-Request-Id": given})
+            assert (200, [given.decode("latin-1")]) == (response.status_code, _latin1(response, b"x-request-id"))
         assert "x-request-id" not in (await server.client.get("/health")).headers
+
+
+def _latin1(response: httpx.Response, name: bytes) -> list[str]:
+    """Values of a header as they came, whatever encoding their bytes look like."""
+    return [value.decode("latin-1") for found, value in response.headers.raw if found.lower() == name]

@@ -233,6 +233,17 @@ async def test_tokens_of_a_conversation_are_those_of_its_prompt():
     assert chat["usage"]["prompt_tokens"] == tokens["count"]
 
 
+async def test_tokens_of_a_conversation_may_end_with_a_message_that_is_to_go_on():
+    messages = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Oh"}]
+    body = {"messages": messages, "continue_final_message": True, "add_generation_prompt": False}
+    async with in_process() as server:
+        tokens = (await server.client.post("/tokenize", json=body)).json()
+        chat = (await server.chat(**body, script=["x"])).json()
+
+    assert list(b"user: Hi\nassistant: Oh") == tokens["tokens"]
+    assert chat["usage"]["prompt_tokens"] == tokens["count"]
+
+
 @pytest.mark.parametrize(
     ("path", "body", "param"),
     [
