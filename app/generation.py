@@ -15,7 +15,16 @@ from typing import Any
 
 from app.engine_loop import family_ids
 from app.formats import structured_output
-from app.prompts import Prompt, PromptItem, encode, encode_bad_words, prompt_items, shortened, with_pieces
+from app.prompts import (
+    Prompt,
+    PromptItem,
+    check_bad_words,
+    encode,
+    encode_bad_words,
+    prompt_items,
+    shortened,
+    with_pieces,
+)
 from app.schemas.generation import GenerationRequest, StreamOptions
 from core import (
     ContextLengthExceeded,
@@ -156,6 +165,7 @@ def build(engine: Engine, ask: Ask) -> Job:
         raise InvalidRequest(
             f"{name} is {num_samples}, this server runs at most {engine.config.max_num_seqs} at once", name
         )
+    check_bad_words(engine, ask.bad_words)
     ask = replace(ask, params=replace(ask.params, bad_words=encode_bad_words(engine.tokenizer, ask.bad_words)))
     job_id, items = f"{ask.kind}-{uuid.uuid4().hex}", prompt_items(ask.prompt)
     prompts: list[Prompt] = []

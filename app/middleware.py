@@ -11,6 +11,7 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from app.errors import ApiError
+from app.json_size import JsonSize
 from app.timers import LazyTimer
 
 logger = logging.getLogger(__name__)
@@ -29,7 +30,7 @@ def cut_connection(scope: Scope) -> None:
 
 
 class BodyLimits:
-    """413 for bodies longer than the limit, before they are read whole; 408 for those that take too long to come."""
+    """413 for bodies with too much in them, before they are read whole; 408 for those that take too long to come."""
 
     def __init__(self, app: ASGIApp, *, max_bytes: int, timeout_s: float) -> None:
         self._app = app
@@ -62,6 +63,7 @@ class _Body:
         self._receive = receive
         self._max_bytes = max_bytes
         self._num_bytes = 0
+        self._size = JsonSize()
         self._timeout_s = timeout_s
         self._deadline_s = asyncio.get_running_loop().time() + timeout_s
 
@@ -73,10 +75,16 @@ class _Body:
             late = f"the body was not complete within {self._timeout_s:g} s"
             raise HTTPException(408, late, {"Connection": "close"}) from None
         self.is_complete = not message.get("more_body", False)
-        self._num_bytes += len(message.get("body", b""))
+        self._count(message.get("body", b""))
+        return message
+
+    def _count(self, piece: bytes) -> None:
+        self._num_bytes += len(piece)
         if self._num_bytes > self._max_bytes:
             raise HTTPException(413, self.too_long)
-        return message
+        self._size.feed(piece)
+        if (excess := self._size.excess) is not None:
+            raise HTTPException(413, f"the body has {excess}")
 
 
 class ReaderLimit:

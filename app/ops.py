@@ -134,11 +134,7 @@ async def tokenizer_info(service: ServiceOf) -> TokenizerInfo:
 async def detokenize(body: DetokenizeRequest, service: ServiceOf) -> DetokenizeResponse:
     body.refuse_unsupported(is_strict=service.settings.strict_fields)
     service.check_model(body.model)
-    tokenizer = service.engine.tokenizer
-    outside = [token_id for token_id in body.tokens if not 0 <= token_id < tokenizer.vocab_size]
-    if outside:
-        raise InvalidRequest(f"tokens has token id {outside[0]}, allowed is [0, {tokenizer.vocab_size - 1}]", "tokens")
-    return DetokenizeResponse(prompt=await service.in_tokenizer(tokenizer.decode, body.tokens))
+    return DetokenizeResponse(prompt=await service.in_tokenizer(_text, service.engine.tokenizer, body.tokens))
 
 
 def _tokens(service: Service, body: TokenizeRequest) -> Sequence[int]:
@@ -158,6 +154,13 @@ def _tokens(service: Service, body: TokenizeRequest) -> Sequence[int]:
         variables=body.chat_template_kwargs,
     )
     return encode(service.engine, text, add_special_tokens=bool(adds_special), param="messages").token_ids
+
+
+def _text(tokenizer: Tokenizer, ids: Sequence[int]) -> str:
+    outside = next((token_id for token_id in ids if not 0 <= token_id < tokenizer.vocab_size), None)
+    if outside is not None:
+        raise InvalidRequest(f"tokens has token id {outside}, allowed is [0, {tokenizer.vocab_size - 1}]", "tokens")
+    return tokenizer.decode(ids)
 
 
 def _texts(tokenizer: Tokenizer, ids: Sequence[int]) -> list[str]:

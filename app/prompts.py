@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from app.schemas.prompts import MAX_PROMPTS
-from core import ContextLengthExceeded, Engine, InvalidRequest, Tokenizer, decode_pieces
+from core import MAX_BAD_WORDS, ContextLengthExceeded, Engine, InvalidRequest, Tokenizer, decode_pieces
 
 PromptItem = str | Sequence[int]
 
@@ -48,14 +48,28 @@ def num_bytes(text: str, param: str) -> int:
         raise InvalidRequest(f"{param} has half of a surrogate pair at character {error.start}", param) from None
 
 
+def max_text_bytes(engine: Engine) -> int:
+    """Of a text that fits the context, however it is cut into tokens."""
+    return engine.max_model_len * engine.tokenizer.max_token_bytes
+
+
 def encode(engine: Engine, item: PromptItem, *, add_special_tokens: bool = True, param: str = "prompt") -> Prompt:
     """Tokens of one prompt. A text that cannot fit, however it is cut into tokens, is refused before it is cut."""
     if not isinstance(item, str):
         return Prompt(tuple(item), None)
-    size, limit = num_bytes(item, param), engine.max_model_len * engine.tokenizer.max_token_bytes
+    size, limit = num_bytes(item, param), max_text_bytes(engine)
     if size > limit:
         raise ContextLengthExceeded(f"{param} has {size} bytes, limit is {limit}", param)
     return Prompt(tuple(engine.tokenizer.encode(item, add_special_tokens=add_special_tokens)), item)
+
+
+def check_bad_words(engine: Engine, words: Sequence[str]) -> None:
+    """Raises InvalidRequest for too many, and for those that come in no context; before any is cut into tokens."""
+    if len(words) > MAX_BAD_WORDS:
+        raise InvalidRequest(f"bad_words has {len(words)} words, limit is {MAX_BAD_WORDS}", "bad_words")
+    longest, limit = max((num_bytes(word, "bad_words") for word in words), default=0), max_text_bytes(engine)
+    if longest > limit:
+        raise InvalidRequest(f"bad_words has a word of {longest} bytes, limit is {limit}", "bad_words")
 
 
 def encode_bad_words(tokenizer: Tokenizer, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
@@ -65,7 +79,6 @@ def encode_bad_words(tokenizer: Tokenizer, words: Sequence[str]) -> tuple[tuple[
     """
     found: list[tuple[int, ...]] = []
     for word in words:
-        num_bytes(word, "bad_words")
         plain, spaced = (
             tuple(tokenizer.encode(space + word.lstrip(), add_special_tokens=False)) for space in ("", " ")
         )

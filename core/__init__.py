@@ -38,7 +38,7 @@ from core.request import (
     ScriptPiece,
     TokenLogprobs,
 )
-from core.sampling_params import SamplingParams, StructuredOutput
+from core.sampling_params import MAX_BAD_WORDS, SamplingParams, StructuredOutput
 from core.scheduling.scheduler import ContinuousBatchingScheduler, StepReport
 from core.scheduling.static_batching import static_batching_steps
 from core.stats import EngineStats, Histogram
@@ -46,6 +46,7 @@ from core.tokenizer import ByteTokenizer, IncrementalDetokenizer, Tokenizer, dec
 
 __all__ = [
     "EMBEDDED_MODEL",
+    "MAX_BAD_WORDS",
     "BlockManager",
     "ByteTokenizer",
     "ContextLengthExceeded",

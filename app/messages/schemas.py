@@ -5,11 +5,11 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, Field
 
-from app.schemas.base import UNSUPPORTED, StrictModel
+from app.schemas.base import UNSUPPORTED, Items, StrictModel
 from app.schemas.chat import MAX_TOOLS, FunctionName
 from app.schemas.generation import GenerationRequest
 
-Content = str | list[dict[str, Any]]
+Content = str | Items[dict[str, Any]]
 
 
 class Message(StrictModel):
@@ -50,7 +50,7 @@ class CountTokensRequest(StrictModel):
     }
 
     model: str | None = None
-    messages: Annotated[list[Message], Field(min_length=1)]
+    messages: Annotated[Items[Message], Field(min_length=1)]
     system: Content | None = None
     tools: Annotated[list[CustomTool], Field(max_length=MAX_TOOLS)] | None = None
     tool_choice: MessagesToolChoice | None = None
@@ -59,7 +59,7 @@ class CountTokensRequest(StrictModel):
 
 class MessagesRequest(CountTokensRequest, GenerationRequest):
     max_tokens: int  # required, as clients know
-    stop_sequences: list[str] | None = None
+    stop_sequences: Items[str] | None = None
 
 
 class TokenCount(BaseModel):

@@ -5,7 +5,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
-from app.schemas.base import UNSUPPORTED, StrictModel
+from app.schemas.base import UNSUPPORTED, Items, StrictModel
 from app.schemas.chat import MAX_TOOLS, FunctionName
 from app.schemas.generation import GenerationRequest
 
@@ -44,7 +44,7 @@ class ResponsesRequest(GenerationRequest):
         "truncation": ("disabled",),
     }
 
-    input: str | list[dict[str, Any]]
+    input: str | Items[dict[str, Any]]
     instructions: str | None = None
     max_output_tokens: int | None = None
     text: TextOptions | None = None

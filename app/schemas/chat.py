@@ -4,7 +4,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, Field
 
-from app.schemas.base import StrictModel
+from app.schemas.base import Items, StrictModel
 from app.schemas.generation import Chunk, FinishReason, GenerationRequest, PromptLogprobs, ResponseMetrics, Usage
 
 MAX_TOOLS = 128
@@ -25,8 +25,8 @@ class ToolCall(StrictModel):
 
 class ChatMessage(StrictModel):
     role: str
-    content: str | list[dict[str, Any]] | None = None
-    tool_calls: list[ToolCall] | None = None
+    content: str | Items[dict[str, Any]] | None = None
+    tool_calls: Items[ToolCall] | None = None
     tool_call_id: str | None = None
 
 
@@ -59,7 +59,7 @@ ToolChoice = Literal["none", "auto", "required"] | NamedToolChoice
 
 
 class ChatRequest(GenerationRequest):
-    messages: Annotated[list[ChatMessage], Field(min_length=1)]
+    messages: Annotated[Items[ChatMessage], Field(min_length=1)]
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0)] | None = None

@@ -5,7 +5,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, Field, WithJsonSchema
 
 from app.faults import Faults
-from app.schemas.base import CacheSalt, StrictModel
+from app.schemas.base import CacheSalt, Items, StrictModel
 
 MAX_CHOICES = 128
 
@@ -33,7 +33,7 @@ class Prediction(StrictModel):
     """What the client expects to be said, to take drafts from. It shows in no answer, only in how soon it comes."""
 
     type: Literal["content"]
-    content: str | list[dict[str, Any]]
+    content: str | Items[dict[str, Any]]
 
 
 class Speculative(StrictModel):
@@ -62,7 +62,7 @@ class StructuredOutputs(StrictModel):
     json_: Annotated[dict[str, Any] | str | None, Field(alias="json")] = None
     json_object: Literal[True] | None = None
     regex: str | None = None
-    choice: list[str] | None = None
+    choice: Items[str] | None = None
     grammar: str | None = None
 
 
@@ -80,7 +80,7 @@ class GenerationRequest(StrictModel):
     frequency_penalty: float | None = None
     logit_bias: dict[str, float] | None = None
     seed: int | None = None
-    stop: str | list[str] | None = None
+    stop: str | Items[str] | None = None
     prediction: Prediction | None = None
     # vLLM's extensions
     top_k: int | None = None
@@ -88,10 +88,10 @@ class GenerationRequest(StrictModel):
     repetition_penalty: float | None = None
     min_tokens: int | None = None
     ignore_eos: bool | None = None
-    stop_token_ids: list[int] | None = None
+    stop_token_ids: Items[int] | None = None
     include_stop_str_in_output: bool | None = None
-    allowed_token_ids: list[int] | None = None
-    bad_words: list[str] | None = None
+    allowed_token_ids: Items[int] | None = None
+    bad_words: Items[str] | None = None
     skip_special_tokens: bool | None = None
     truncate_prompt_tokens: Annotated[int, Field(ge=-1)] | None = None
     prompt_logprobs: Annotated[int, Field(ge=0)] | None = None
@@ -102,7 +102,7 @@ class GenerationRequest(StrictModel):
     structured_outputs: StructuredOutputs | None = None
     guided_json: dict[str, Any] | str | None = None
     guided_regex: str | None = None
-    guided_choice: list[str] | None = None
+    guided_choice: Items[str] | None = None
     guided_grammar: str | None = None
     cache_salt: CacheSalt | None = None
     # ours

@@ -5,7 +5,7 @@ from typing import Annotated, Any, ClassVar
 
 from pydantic import BaseModel, Field
 
-from app.schemas.base import UNSUPPORTED, StrictModel
+from app.schemas.base import UNSUPPORTED, Items, StrictModel
 from app.schemas.chat import ChatMessage, Tools
 from app.schemas.prompts import MAX_PROMPTS
 
@@ -24,7 +24,7 @@ class TokenizeRequest(ToolRequest):
 
     model: str | None = None
     prompt: str | None = None
-    messages: Annotated[list[ChatMessage], Field(min_length=1)] | None = None
+    messages: Annotated[Items[ChatMessage], Field(min_length=1)] | None = None
     tools: Tools | None = None
     add_special_tokens: bool | None = None
     add_generation_prompt: bool | None = None
@@ -52,7 +52,7 @@ class TokenizerInfo(BaseModel):
 
 class DetokenizeRequest(ToolRequest):
     model: str | None = None
-    tokens: list[int]
+    tokens: Items[int]
 
 
 class DetokenizeResponse(BaseModel):
@@ -62,7 +62,7 @@ class DetokenizeResponse(BaseModel):
 class AbortRequest(ToolRequest):
     """`request_ids`: as responses have them in `id`, or as the caller sent them in X-Request-Id."""
 
-    request_ids: Annotated[list[str], Field(max_length=MAX_PROMPTS)] | None = None
+    request_ids: Annotated[Items[str], Field(max_length=MAX_PROMPTS)] | None = None
     all: bool | None = None
 
 

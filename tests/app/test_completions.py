@@ -365,6 +365,7 @@ async def refused(server: RunningServer, **body: Any) -> tuple[int, str | None]:
         ({"bad_words": ["a", ""]}, "bad_words"),
         ({"bad_words": "a"}, "bad_words"),
         ({"bad_words": ["a"] * 1025}, "bad_words"),
+        ({"bad_words": ["a" * 100_000]}, "bad_words"),
         ({"truncate_prompt_tokens": 0}, "truncate_prompt_tokens"),
         ({"truncate_prompt_tokens": -2}, "truncate_prompt_tokens"),
         ({"truncate_prompt_tokens": 100_000}, "truncate_prompt_tokens"),
