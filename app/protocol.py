@@ -8,8 +8,11 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 # Beyond the first piece that the transport hands over, which may hold the end of another request before it.
 MAX_HEAD_BYTES = 2**16
-_REFUSAL = b"""{"error": {"message": "The headers are longer than %d bytes", "type": "invalid_request_error", \
-"param": null, "code": null}}""" % MAX_HEAD_BYTES
+_REFUSAL = (
+    b"""{"error": {"message": "The headers are longer than %d bytes", "type": "invalid_request_error", \
+"param": null, "code": null}}"""
+    % MAX_HEAD_BYTES
+)
 
 
 class BoundedHeads(HttpToolsProtocol):

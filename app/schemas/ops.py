@@ -11,7 +11,7 @@ from app.schemas.prompts import MAX_PROMPTS
 
 
 class ToolRequest(StrictModel):
-    """A request to a tool beside the API: of a body of the API, which people may send here as it is, it reads a part."""
+    """A request to a tool beside the API. People may send it a body of the API as it is, of which it reads a part."""
 
     unsupported_fields: ClassVar[Mapping[str, tuple[Any, ...]]] = {}
 

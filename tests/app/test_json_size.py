@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from app.json_size import MAX_PARTS, MAX_VALUES, JsonSize
 from tests.app.servers import in_process
 
-TEXTS = st.text(alphabet="ab\\\"[{:,\u00e9\n", max_size=8)
+TEXTS = st.text(alphabet='ab\\"[{:,\u00e9\n', max_size=8)
 JSON = st.recursive(
     TEXTS | st.integers() | st.none(), lambda inner: st.lists(inner) | st.dictionaries(TEXTS, inner), max_leaves=20
 )
@@ -61,7 +61,7 @@ async def test_a_body_of_too_many_parts_is_refused_before_it_is_read_whole(unit:
 
 
 async def test_a_body_of_one_long_text_is_not_large():
-    text = "[{:,\\\"" * 200_000
+    text = '[{:,\\"' * 200_000
     async with in_process() as server:
         response = await server.complete(prompt=text)
 

@@ -137,7 +137,8 @@ async def test_the_callers_request_id_comes_back_on_every_answer():
             response = await server.client.get(path, headers={"X-Request-Id": "mine"})
             assert ["mine"] == response.headers.get_list("x-request-id")
         for given in (b"mine", "étrange".encode(), b"\xff", b"x" * 1000, b'"a\tb"'):
-            response = await server.client.post("/v1/completions", json={"prompt": "p"}, headers={"X-Request-Id": given})
+            headers = {"X-Request-Id": given}
+            response = await server.client.post("/v1/completions", json={"prompt": "p"}, headers=headers)
             assert (200, [given.decode("latin-1")]) == (response.status_code, _latin1(response, b"x-request-id"))
         assert "x-request-id" not in (await server.client.get("/health")).headers
 
