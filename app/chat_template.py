@@ -28,7 +28,9 @@ class ChatTemplate:
         from jinja2.sandbox import ImmutableSandboxedEnvironment
 
         environment = ImmutableSandboxedEnvironment(
-            trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
+            trim_blocks=True,
+            lstrip_blocks=True,
+            extensions=["jinja2.ext.loopcontrols", "app.generation_tag.GenerationTag"],
         )
         environment.filters["tojson"] = _to_json
         environment.globals["raise_exception"] = _raise_exception
@@ -81,9 +83,15 @@ def _raise_exception(message: str) -> NoReturn:
     raise TemplateError(message)
 
 
-def _to_json(value: Any, indent: int | None = None) -> str:
-    """JSON as it is: jinja2's own filter escapes for HTML, which models were not trained on."""
-    return json.dumps(value, ensure_ascii=False, indent=indent)
+def _to_json(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    """JSON as it is: jinja2's own filter escapes for HTML, which models were not trained on. Options: transformers'."""
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
 def render_prompt(

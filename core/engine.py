@@ -81,6 +81,8 @@ class Engine:
         self.config = config
         self.model_config = model_config
         self.tokenizer = tokenizer
+        # Files may name an end that the model has no row for; it will never say it.
+        self._eos_token_ids = frozenset(i for i in tokenizer.eos_token_ids if i < model_config.vocab_size)
         self._limits = Limits(config, model_config)
         self.num_kv_blocks = self._limits.num_kv_blocks
         self.max_model_len = self._limits.max_model_len
@@ -178,7 +180,7 @@ class Engine:
             params,
             choice=choice,
             seed=params.seed if params.seed is not None else int(self._seeds.integers(2**63)),
-            eos_token_ids=self.tokenizer.eos_token_ids,
+            eos_token_ids=self._eos_token_ids,
             decoder=IncrementalDetokenizer(script or self.tokenizer, shows_special=not params.skip_special_tokens),
             script=script,
             constraint=None if wanted is None else self._grammars.compile(wanted).constraint(),

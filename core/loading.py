@@ -165,8 +165,10 @@ def load_engine(config: EngineConfig, *, clock: Callable[[], float] = time.monot
     model, cache = _model_and_cache(weights, memory, config, chosen, "target")
     verify = VERIFICATION_RULES[config.speculative.verification if config.speculative else "block"]
     proposer = PredictionProposer(_proposer(config, weights.config, draft_weights, memory, chosen, clock))
-    runner = ModelRunner(model, cache, proposer, verify=verify, clock=clock)
-    return Engine(config, weights.config, _tokenizer(config), runner, clock=clock)
+    tokenizer = _tokenizer(config)
+    no_tokens = sorted({*range(tokenizer.vocab_size, weights.config.vocab_size)} - tokenizer.eos_token_ids)
+    runner = ModelRunner(model, cache, proposer, verify=verify, clock=clock, no_tokens=no_tokens)
+    return Engine(config, weights.config, tokenizer, runner, clock=clock)
 
 
 def _proposer(

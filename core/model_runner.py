@@ -39,6 +39,7 @@ class ModelRunner:
         proposer: where drafts come from; None for no speculation.
         verify: the rule for requests without a seed whose drafts were drawn from a law.
         clock: seconds; tells what copies to and from the second tier take.
+        no_tokens: ids that no token stands for, with which the model's vocabulary is padded. They have no probability.
     """
 
     def __init__(
@@ -49,8 +50,10 @@ class ModelRunner:
         *,
         verify: Verify = verify_blocks,
         clock: Callable[[], float] = time.perf_counter,
+        no_tokens: Sequence[int] = (),
     ) -> None:
         self._model = model
+        self._no_tokens = np.array(no_tokens, np.int64)
         self._cache = cache
         self._proposer = proposer
         self._clock = clock
@@ -148,6 +151,7 @@ class ModelRunner:
         logits_RV = self._model.logits(hidden_RD)
         if not np.isfinite(logits_RV.max(axis=1, initial=0.0)).all():
             raise NumericalFault("logits are not finite")
+        logits_RV[:, self._no_tokens] = -np.inf
         return logits_RV
 
 

@@ -11,6 +11,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from tokenizers import AddedToken
 from tokenizers import Tokenizer as HfTokenizer
 
 from core.errors import ModelLoadError
@@ -121,8 +122,14 @@ def load_directory(path: Path) -> VocabularyTokenizer:
         tokenizer = HfTokenizer.from_file(str(file))
     except Exception as error:  # the package raises the base class
         raise ModelLoadError(f"{file} cannot be read: {error}") from error
+    tokenizer.no_truncation()  # it may have been saved with what training needed
+    tokenizer.no_padding()
     config = _read_json_if_there(path / "tokenizer_config.json")
-    texts = _special_texts(config, _read_json_if_there(path / "special_tokens_map.json"))
+    more = _read_json_if_there(path / "special_tokens_map.json")
+    texts = _special_texts(config, more)
+    special = {*texts.values(), *_further_special_texts(config, more)}
+    _add_tokens(tokenizer, {**_told_tokens(path, special), **_described_tokens(config, path)})
+    _mark_special(tokenizer, special)
     bos_token_id = tokenizer.token_to_id(texts["bos_token"]) if "bos_token" in texts else None
     return VocabularyTokenizer(
         tokenizer,
@@ -168,6 +175,63 @@ def _special_texts(*sources: Mapping[str, Any]) -> dict[str, str]:
     return texts
 
 
+def _further_special_texts(*sources: Mapping[str, Any]) -> set[str]:
+    """Of special tokens without a role: a list, or an object with names of the model's own."""
+    found = set()
+    for name in ("additional_special_tokens", "extra_special_tokens"):
+        for value in (source.get(name) or [] for source in sources):
+            for item in value.values() if isinstance(value, dict) else value:
+                text = item.get("content") if isinstance(item, dict) else item
+                found |= {text} if isinstance(text, str) else set()
+    return found
+
+
+def _told_tokens(path: Path, special: set[str]) -> dict[int, AddedToken]:
+    """By id: what added_tokens.json, the older form, has."""
+    told = _read_json_if_there(path / "added_tokens.json")
+    return {
+        token_id: AddedToken(text, special=text in special, normalized=False)
+        for text, token_id in told.items()
+        if isinstance(token_id, int)
+    }
+
+
+def _described_tokens(config: Mapping[str, Any], path: Path) -> dict[int, AddedToken]:
+    """By id: what the config says of added tokens. It may be newer than tokenizer.json."""
+    traits = ("single_word", "lstrip", "rstrip", "normalized", "special")
+    try:
+        return {
+            int(token_id): AddedToken(entry["content"], **{name: entry[name] for name in traits if name in entry})
+            for token_id, entry in (config.get("added_tokens_decoder") or {}).items()
+        }
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise ModelLoadError(f"{path}: added_tokens_decoder cannot be read: {error}") from error
+
+
+def _add_tokens(tokenizer: HfTokenizer, tokens: Mapping[int, AddedToken]) -> None:
+    """Tokens that tokenizer.json does not have, or has with other traits.
+
+    Raises ModelLoadError when one cannot have its id: the package numbers them by itself.
+    """
+    for token_id, token in sorted(tokens.items()):
+        is_new = tokenizer.token_to_id(token.content) is None
+        tokenizer.add_special_tokens([token]) if token.special else tokenizer.add_tokens([token])
+        if is_new and (got := tokenizer.token_to_id(token.content)) != token_id:
+            raise ModelLoadError(f"token {token.content} has id {token_id}, tokenizer.json leaves {got} for it")
+
+
+def _mark_special(tokenizer: HfTokenizer, texts: Iterable[str]) -> None:
+    """Tokens that are named as special are so, wherever their text stands, if tokenizer.json has them at all."""
+    for text in sorted(texts):
+        token_id = tokenizer.token_to_id(text)
+        if token_id is None:
+            continue
+        token = tokenizer.get_added_tokens_decoder().get(token_id) or AddedToken(text, normalized=False)
+        if not token.special:
+            token.special = True
+            tokenizer.add_special_tokens([token])
+
+
 def _adds_bos(tokenizer: HfTokenizer, config: Mapping[str, Any], bos_token_id: int | None) -> bool:
     """What the config says, else what tokenizer.json's own post-processor does to an empty text."""
     said = config.get("add_bos_token")
@@ -181,7 +245,10 @@ def _eos_token_ids(path: Path, tokenizer: HfTokenizer, texts: Mapping[str, str])
         ids.add(eos)
     for name in ("generation_config.json", "config.json"):
         named = _read_json_if_there(path / name).get("eos_token_id")
-        ids.update(named if isinstance(named, list) else [] if named is None else [named])
+        these = named if isinstance(named, list) else [] if named is None else [named]
+        if not all(type(token_id) is int for token_id in these):
+            raise ModelLoadError(f"{path / name}: eos_token_id is {named!r}, whole numbers are needed")
+        ids.update(token_id for token_id in these if token_id >= 0)  # -1 stands for none
     return frozenset(ids)
 
 
@@ -189,8 +256,12 @@ def _chat_template(path: Path, config: Mapping[str, Any]) -> str | None:
     """chat_template.jinja if there, else the config's; of several named ones, `default`."""
     file = path / "chat_template.jinja"
     if file.exists():
-        return file.read_text(encoding="utf-8")
+        try:
+            return file.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise ModelLoadError(f"{file} cannot be read: {error}") from error
     template = config.get("chat_template")
     if isinstance(template, list):
-        template = {entry["name"]: entry["template"] for entry in template}.get("default")
+        named = [entry for entry in template if isinstance(entry, dict)]
+        template = {entry.get("name"): entry.get("template") for entry in named}.get("default")
     return template if isinstance(template, str) else None

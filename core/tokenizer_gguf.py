@@ -22,7 +22,7 @@ from core.tokenizer_files import META_SPACE, VocabularyTokenizer
 logger = logging.getLogger(__name__)
 
 # gguf.TokenType
-_UNKNOWN, _CONTROL, _USER_DEFINED = 2, 3, 4
+_NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED = 1, 2, 3, 4, 5
 
 _WORDS = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 _ANY_CASE = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|"
@@ -93,23 +93,25 @@ def parts_from_fields(fields: Mapping[str, Any]) -> dict[str, Any]:
     kind = ggml.get("model")
     if "tokens" not in ggml or kind not in ("gpt2", "llama"):
         raise ModelLoadError(f"tokenizer.ggml.model {kind!r} is not supported, supported are 'gpt2' and 'llama'")
+    ggml |= _without_padding(ggml)
     tokens: list[str] = ggml["tokens"]
+    ids = _special_ids(ggml, kind)
     try:
         tokenizer = _byte_level_bpe(ggml) if kind == "gpt2" else _sentencepiece(ggml)
     except ModelLoadError:
         raise
     except Exception as error:  # the package raises the base class
         raise ModelLoadError(f"vocabulary is damaged: {error}") from error
-    _add_tokens(tokenizer, ggml)
+    _add_tokens(tokenizer, ggml, {ids["bos"], ids["eos"], ids["unk"]})
     adds_bos = kind == "llama" or ggml.get("pre") in _WHOLE_WORDS_AND_BOS
-    ids = _special_ids(ggml, kind)
     named = {name: tokens[i] for name, i in ids.items() if i is not None and i < len(tokens)}
+    template = fields.get("tokenizer.chat_template")
     return {
         "json": tokenizer.to_str(),
         "bos_token_id": ids["bos"],
         "adds_bos": bool(ggml.get("add_bos_token", adds_bos)),
         "eos_token_ids": sorted(_eos_token_ids(ggml, ids["eos"])),
-        "chat_template": fields.get("tokenizer.chat_template"),
+        "chat_template": template if isinstance(template, str) else None,
         "special_token_texts": {f"{name}_token": text for name, text in named.items()},
     }
 
@@ -126,15 +128,33 @@ def _special_ids(ggml: Mapping[str, Any], kind: str) -> dict[str, int | None]:
     """Ids of the named special tokens; SentencePiece's are fixed where the file is silent."""
     bos, eos, unk = (1, 2, 0) if kind == "llama" else (None, None, None)
     return {
-        "bos": ggml.get("bos_token_id", bos),
-        "eos": ggml.get("eos_token_id", eos),
-        "unk": ggml.get("unknown_token_id", unk),
-        "pad": ggml.get("padding_token_id"),
+        "bos": _token_id(ggml, "bos_token_id", bos),
+        "eos": _token_id(ggml, "eos_token_id", eos),
+        "unk": _token_id(ggml, "unknown_token_id", unk),
+        "pad": _token_id(ggml, "padding_token_id"),
     }
 
 
+def _token_id(ggml: Mapping[str, Any], name: str, default: int | None = None) -> int | None:
+    """An id that the file names; one without a token (-1, or what that is unsigned) is as good as none."""
+    said = ggml.get(name)
+    if said is not None and type(said) is not int:
+        raise ModelLoadError(f"tokenizer.ggml.{name} is {said!r}, a whole number is needed")
+    return said if said is not None and 0 <= said < len(ggml["tokens"]) else default
+
+
+def _without_padding(ggml: Mapping[str, Any]) -> dict[str, list[Any]]:
+    """Tokens, types and scores up to the last token that is one: converters fill up to the model's own vocabulary."""
+    types = ggml.get("token_type", [])
+    num = len(types)
+    while num and types[num - 1] == _UNUSED:
+        num -= 1
+    names = ("tokens", "token_type", "scores")
+    return {name: ggml[name][:num] for name in names if name in ggml} if num < len(types) else {}
+
+
 def _eos_token_ids(ggml: Mapping[str, Any], eos: int | None) -> set[int]:
-    ids = {i for i in (eos, ggml.get("eot_token_id"), ggml.get("eom_token_id")) if i is not None}
+    ids = {i for i in (eos, *(_token_id(ggml, f"{name}_token_id") for name in ("eot", "eom"))) if i is not None}
     types = ggml.get("token_type", ())
     ids.update(
         i
@@ -178,8 +198,8 @@ def _sentencepiece(ggml: Mapping[str, Any]) -> HfTokenizer:
 
 
 def _merges_by_score(ggml: Mapping[str, Any]) -> list[tuple[str, str]]:
-    types = ggml.get("token_type") or [1] * len(ggml["tokens"])
-    scores = {t: s for t, s, kind in zip(ggml["tokens"], ggml["scores"], types, strict=True) if kind == 1}
+    types = ggml.get("token_type") or [_NORMAL] * len(ggml["tokens"])
+    scores = {t: s for t, s, kind in zip(ggml["tokens"], ggml["scores"], types, strict=True) if kind == _NORMAL}
     merges = [
         (score, piece[:cut], piece[cut:])
         for piece, score in scores.items()
@@ -190,9 +210,13 @@ def _merges_by_score(ggml: Mapping[str, Any]) -> list[tuple[str, str]]:
     return [(left, right) for _, left, right in merges]
 
 
-def _add_tokens(tokenizer: HfTokenizer, ggml: Mapping[str, Any]) -> None:
-    """Control and user-defined tokens are found in the text before anything is split."""
-    for text, kind in zip(ggml["tokens"], ggml.get("token_type", ()), strict=False):
+def _add_tokens(tokenizer: HfTokenizer, ggml: Mapping[str, Any], special_ids: set[int | None]) -> None:
+    """Control and user-defined tokens are found in the text before anything is split.
+
+    A file that tells no types has at least the `special_ids` that it names.
+    """
+    types = ggml.get("token_type") or [_CONTROL if i in special_ids else _NORMAL for i in range(len(ggml["tokens"]))]
+    for text, kind in zip(ggml["tokens"], types, strict=False):
         if kind in (_UNKNOWN, _CONTROL):
             tokenizer.add_special_tokens([AddedToken(text, normalized=False, special=True)])
         elif kind == _USER_DEFINED:

@@ -81,6 +81,17 @@ def test_templates_have_the_helpers_they_expect():
         "{% for c in 'abc' %}{% if c == 'c' %}{% break %}{% endif %}{{ c }}{% endfor %}", ("user", "")
     )
     assert "a" == render("  {% if true %}\na{% endif %}", ("user", ""))
+    options = "separators=(',', ':'), sort_keys=true, ensure_ascii=true"
+    assert r'{"a":"\u00e9","b":1}' == render("{{ {'b': 1, 'a': 'é'} | tojson(" + options + ") }}", ("user", ""))
+
+
+def test_what_the_assistant_says_may_be_marked_as_its_own():
+    """{% generation %} is for training: what stands in it is rendered, and what is set in it stays in it."""
+    source = (
+        "{% set x = 1 %}{% for m in messages %}{% if m.role == 'assistant' %}{%- generation -%} {{ m.content }}"
+        "{% set x = 2 %}{% endgeneration %}{{ x }}{% else %}({{ m.content }}){% endif %}{% endfor %}"
+    )
+    assert "(Hi)Yes1" == render(source, ("user", "Hi"), ("assistant", "Yes"))
 
 
 @pytest.mark.parametrize(

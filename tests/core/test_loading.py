@@ -1,11 +1,13 @@
 """From a config to an engine: how the KV cache is cut, what is refused, and that what is loaded runs."""
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from safetensors.numpy import save_file
 from threadpoolctl import threadpool_info, threadpool_limits
 
 from core import loading
@@ -105,6 +107,36 @@ def test_a_loaded_engine_answers_and_knows_its_limits(models: Path):
 
     assert 6 == len(token_ids_of(run(it)["a"]))
     assert (32, 8, VOCAB_SIZE) == (it.max_model_len, it.config.num_kv_blocks, it.model_config.vocab_size)
+
+
+def test_rows_without_a_token_are_never_drawn(models: Path, tmp_path: Path):
+    """A vocabulary is filled up to a round number; whatever stands in those rows, the answers are the model's own.
+
+    But for an end that only generation_config.json knows: that is a token, though tokenizer.json does not have it.
+    """
+    path = write_safetensors_dir(TARGET, tmp_path / "padded")
+    tensors = TARGET.weights()
+    embedding = tensors["model.embed_tokens.weight"]
+    filling = 8 * np.concatenate([embedding[:10], -embedding[:10]])  # of each two one has a large logit
+    tensors["model.embed_tokens.weight"] = np.concatenate([embedding, filling])
+    save_file(tensors, path / "model.safetensors")
+    padded = TARGET.hf_config() | {"vocab_size": VOCAB_SIZE + 20}
+    (path / "config.json").write_text(json.dumps(padded))
+
+    assert answers(config(models, num_kv_blocks=100)) == answers(config(models, model=str(path), num_kv_blocks=100))
+
+    (path / "generation_config.json").write_text(json.dumps({"eos_token_id": list(range(VOCAB_SIZE, VOCAB_SIZE + 20))}))
+    found, _ = answers(config(models, model=str(path), num_kv_blocks=100))
+    assert any(token_id >= VOCAB_SIZE for token_ids in found for token_id in token_ids)
+
+
+def test_an_end_beyond_the_models_vocabulary_is_no_end(models: Path, tmp_path: Path):
+    path = write_safetensors_dir(TARGET, tmp_path / "m")
+    (path / "generation_config.json").write_text(json.dumps({"eos_token_id": 10**6}))
+    it = load_engine(config(models, model=str(path), num_kv_blocks=8))
+    it.add(new_request(max_tokens=6, min_tokens=6, temperature=0))
+
+    assert 6 == len(token_ids_of(run(it)["a"]))
 
 
 def answers(it_config: EngineConfig) -> tuple[list[list[int]], bool]:

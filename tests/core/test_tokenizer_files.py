@@ -52,6 +52,64 @@ class TestDirectories:
         )
         assert {1, 2, 3, 4} == load_tokenizer(path).eos_token_ids
 
+    def test_no_end_is_no_end_and_other_things_are_refused(self, tmp_path: Path) -> None:
+        path = self.save(tmp_path, self.make(), generation_config={"eos_token_id": -1}, config={"eos_token_id": None})
+        assert frozenset() == load_tokenizer(path).eos_token_ids
+        (path / "generation_config.json").write_text(json.dumps({"eos_token_id": "</s>"}))
+        with pytest.raises(ModelLoadError, match=r"generation_config\.json: eos_token_id is '</s>'"):
+            load_tokenizer(path)
+
+    def test_what_training_cut_and_filled_is_left_whole(self, tmp_path: Path) -> None:
+        hf = self.make()
+        hf.enable_truncation(2)
+        hf.enable_padding(length=9)
+        assert [5, 5, 4, 4] == load_tokenizer(self.save(tmp_path, hf)).encode("a abb")
+
+    @pytest.mark.parametrize("older", [False, True])
+    def test_tokens_that_only_the_config_knows_are_added(self, older: bool, tmp_path: Path) -> None:
+        """With the ids it says, found in the text, and special where it says so."""
+        described = {"6": {"content": "<|end|>", "special": True}, "7": {"content": "<tool>", "special": False}}
+        files: dict[str, Any] = {"tokenizer_config": {"eos_token": "<|end|>", "added_tokens_decoder": described}}
+        if older:
+            files = {"tokenizer_config": {"eos_token": "<|end|>"}, "added_tokens": {"<tool>": 7, "<|end|>": 6}}
+        tokenizer = load_tokenizer(self.save(tmp_path, self.make(), **files))
+
+        assert [5, 6, 7] == tokenizer.encode("a<|end|><tool>")
+        assert "a<tool>" == tokenizer.decode([5, 6, 7])
+        assert ({6}, 8) == (tokenizer.eos_token_ids, tokenizer.vocab_size)
+
+    def test_token_that_cannot_have_its_id_is_refused(self, tmp_path: Path) -> None:
+        described = {"9": {"content": "<tool>", "special": False}}
+        path = self.save(tmp_path, self.make(), tokenizer_config={"added_tokens_decoder": described})
+        with pytest.raises(ModelLoadError, match=r"<tool> has id 9, tokenizer\.json leaves 6 for it"):
+            load_tokenizer(path)
+
+    @pytest.mark.parametrize("described", [["x"], {"a": {"content": "x"}}, {"6": {"text": "x"}}, {"6": "x"}])
+    def test_description_of_tokens_that_is_none_is_refused(self, described: Any, tmp_path: Path) -> None:
+        path = self.save(tmp_path, self.make(), tokenizer_config={"added_tokens_decoder": described})
+        with pytest.raises(ModelLoadError, match="added_tokens_decoder cannot be read"):
+            load_tokenizer(path)
+
+    @pytest.mark.parametrize(
+        "named",
+        [
+            {"eos_token": "b"},
+            {"additional_special_tokens": ["b"]},
+            {"additional_special_tokens": [{"content": "b"}]},
+            {"extra_special_tokens": {"image_token": "b"}},
+        ],
+    )
+    @pytest.mark.parametrize("file", ["tokenizer_config", "special_tokens_map"])
+    def test_named_special_tokens_are_special(self, named: dict[str, Any], file: str, tmp_path: Path) -> None:
+        """Also where tokenizer.json has them as plain pieces: found whole, and no text."""
+        tokenizer = load_tokenizer(self.save(tmp_path, self.make(), **{file: named}))
+        assert [5, 4, 5] == tokenizer.encode("aba")
+        assert "a a" == tokenizer.decode([5, 4, 5])
+
+    def test_named_special_token_that_does_not_exist_is_not_made_up(self, tmp_path: Path) -> None:
+        tokenizer = load_tokenizer(self.save(tmp_path, self.make(), tokenizer_config={"pad_token": "[PAD]"}))
+        assert 6 == tokenizer.vocab_size
+
     def test_chat_template_file_comes_before_the_config(self, tmp_path: Path) -> None:
         path = self.save(tmp_path, self.make(), tokenizer_config={"chat_template": "from config"})
         assert "from config" == load_tokenizer(path).chat_template
@@ -62,6 +120,11 @@ class TestDirectories:
         templates = [{"name": "tool_use", "template": "no"}, {"name": "default", "template": "yes"}]
         path = self.save(tmp_path, self.make(), tokenizer_config={"chat_template": templates})
         assert "yes" == load_tokenizer(path).chat_template
+
+    @pytest.mark.parametrize("template", [[], [{"name": "rag", "template": "x"}], ["x"], {"default": "x"}, 7, None])
+    def test_what_holds_no_template_is_none(self, template: Any, tmp_path: Path) -> None:
+        path = self.save(tmp_path, self.make(), tokenizer_config={"chat_template": template})
+        assert load_tokenizer(path).chat_template is None
 
     def test_decoder_whose_bytes_are_unknown_is_refused(self, tmp_path: Path) -> None:
         hf = self.make()

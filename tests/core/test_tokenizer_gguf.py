@@ -163,6 +163,49 @@ class TestSentencePiece:
         assert package.decode(ids, skip_special_tokens=True) == tokenizer.decode(ids)
 
 
+class TestWhatFilesLeaveOpen:
+    BPE: Mapping[str, Any] = gguf_bpe_fields("smollm")
+
+    def load(self, without: str = "", **changes: Any) -> Tokenizer:
+        fields = dict(self.BPE) | {f"tokenizer.ggml.{k}": v for k, v in changes.items()}
+        fields.pop(f"tokenizer.ggml.{without}", None)
+        return build_tokenizer(parts_from_fields(fields))
+
+    @pytest.mark.parametrize("none", [-1, 2**32 - 1, 364, None])
+    def test_id_without_a_token_is_as_good_as_none(self, none: int | None) -> None:
+        tokenizer = self.load(bos_token_id=none, eos_token_id=none, eot_token_id=none, add_bos_token=True)
+        assert (None, False, frozenset()) == (tokenizer.bos_token_id, tokenizer.adds_bos, tokenizer.eos_token_ids)
+        assert self.load(add_bos_token=False).encode("hello") == tokenizer.encode("hello")
+        assert 1 == spm(bos_token_id=none).bos_token_id
+
+    @pytest.mark.parametrize("name", ["bos_token_id", "eos_token_id", "eot_token_id"])
+    @pytest.mark.parametrize("value", [[1], "1", True])
+    def test_id_that_is_no_number_is_refused(self, name: str, value: Any) -> None:
+        with pytest.raises(ModelLoadError, match=f"{name} is .* a whole number is needed"):
+            self.load(**{name: value})
+
+    def test_tokens_that_only_fill_up_are_none(self) -> None:
+        """Converters write [PAD364] and the like for rows of the model that no token stands for."""
+        tokens, types = self.BPE["tokenizer.ggml.tokens"], self.BPE["tokenizer.ggml.token_type"]
+        filled = self.load(tokens=[*tokens, "[PAD364]", "[PAD365]"], token_type=[*types, 5, 5])
+
+        assert (len(tokens), b"", "") == (filled.vocab_size, filled.token_bytes(364), filled.token_text(365))
+        assert "" == filled.decode([364, 365])
+        more = {name: [*SPM[f"tokenizer.ggml.{name}"], filling] for name, filling in
+                (("tokens", "[PAD]"), ("scores", 0.0), ("token_type", 5))}  # fmt: skip
+        assert len(SPM_TOKENS) == spm(**more).vocab_size
+
+    def test_without_types_the_named_tokens_are_special(self) -> None:
+        tokenizer = self.load(without="token_type", add_bos_token=True)
+        assert self.load().encode("hello<|eos|>x") == tokenizer.encode("<|bos|>hello<|eos|>x")[1:]
+        assert "hello" == tokenizer.decode(tokenizer.encode("hello<|eos|>"))
+
+    @pytest.mark.parametrize("template", [7, ["x"], None])
+    def test_template_that_is_no_text_is_none(self, template: Any) -> None:
+        fields = dict(self.BPE) | {"tokenizer.chat_template": template}
+        assert build_tokenizer(parts_from_fields(fields)).chat_template is None
+
+
 class TestGgufVocabularyIsKept:
     def test_second_load_equals_the_first(self, gguf: Path, tmp_path: Path) -> None:
         first = load_tokenizer(gguf, cache_dir=tmp_path)
