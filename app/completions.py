@@ -93,7 +93,7 @@ def _num_prompt_logprobs(body: CompletionRequest) -> int | None:
 
 
 class _Writer:
-    """Writes the choices of one job. Remembers, per choice, how long its text is by now."""
+    """Writes the choices of one job. Remembers, per choice that has begun, how long its text is by now."""
 
     def __init__(self, job: Job, body: CompletionRequest, tokenizer: Tokenizer, fingerprint: str) -> None:
         self._job = job
@@ -140,7 +140,7 @@ class _Writer:
 
         An echoed prompt comes first, by itself.
         """
-        is_first = index not in self._offsets
+        is_first = index not in self._offsets  # nothing of it was shown yet
         ids = self._prompt_ids(index) if is_first else {}
         if is_first and (echoed := self._echoed(index, output)):
             yield self.chunk([self._choice(index, echoed, None, **ids)], **extra)
@@ -150,7 +150,6 @@ class _Writer:
 
     def _echoed(self, index: int, output: RequestOutput) -> list[OutputToken]:
         """The prompt's tokens, if it is echoed; its first output has their log-probabilities if asked for."""
-        self._offsets[index] = 0
         if not self._body.echo:
             return []
         prompt = self._job.prompt_of(index)
@@ -169,8 +168,8 @@ class _Writer:
         if self._body.return_token_ids:
             ids["token_ids"] = [token.token_id for token in output.tokens] if output else []
         text = "".join([token.text for token in tokens])
-        offset = self._offsets[index]
-        self._offsets[index] += len(text)
+        offset = self._offsets.get(index, 0)
+        self._offsets[index] = offset + len(text)
         return CompletionChoice(
             index=index,
             text=text,

@@ -27,11 +27,22 @@ DONE = b"data: [DONE]\n\n"
 KEEP_ALIVE = b": keep-alive\n\n"
 T = TypeVar("T")
 HEADERS = {"cache-control": "no-cache", "x-accel-buffering": "no"}
+_LINE_ENDS = {end.encode(): b"\\u%04x" % ord(end) for end in "\x85\u2028\u2029"}
+
+
+def one_line(data: bytes) -> bytes:
+    """JSON in which no reader sees the end of a line.
+
+    Python's `str.splitlines`, and `iter_lines` of httpx by it, take three characters for one that events do not.
+    """
+    for end, escape in _LINE_ENDS.items():
+        data = data.replace(end, escape)
+    return data
 
 
 def event(chunk: BaseModel) -> bytes:
     """One chunk as one event."""
-    return b"data: " + dumped(chunk) + b"\n\n"
+    return b"data: " + one_line(dumped(chunk)) + b"\n\n"
 
 
 def error_event(error: Exception) -> bytes:

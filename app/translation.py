@@ -22,7 +22,7 @@ from app.run import Run, shown_reason
 from app.schemas.chat import ChatRequest
 from app.schemas.generation import GenerationRequest, Usage
 from app.service import Service
-from app.sse import KEEP_ALIVE, EventStream, while_connected
+from app.sse import KEEP_ALIVE, EventStream, one_line, while_connected
 from app.tools import ToolUse
 from core import InvalidRequest, RequestOutput
 
@@ -142,7 +142,7 @@ async def write_whole(run: Run, writer: EventWriter, tools: ToolUse) -> None:
 
 def _frames(events: Iterable[Event]) -> bytes:
     """Each event under its type as its name."""
-    return b"".join(b"event: %s\ndata: %s\n\n" % (event["type"].encode(), dump(event)) for event in events)
+    return b"".join(b"event: %s\ndata: %s\n\n" % (event["type"].encode(), one_line(dump(event))) for event in events)
 
 
 def dump(value: Any) -> bytes:

@@ -72,7 +72,8 @@ class StopTracker:
         num_tokens = len(request.token_ids)
         may_stop = num_tokens > self._num_unstoppable
         if may_stop and token_id in self._end_ids:
-            self._hold(token_id, "", logprobs, is_closed=True)
+            is_shown = request.params.include_stop_str_in_output and token_id in request.params.stop_token_ids
+            self._hold(token_id, self._decode(token_id)[0] if is_shown else "", logprobs, is_closed=True)
             is_eos = token_id in request.eos_token_ids and token_id not in request.params.stop_token_ids
             self._finish(FinishReason.STOP, None if is_eos else token_id)
             return

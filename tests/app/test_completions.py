@@ -299,6 +299,19 @@ async def test_token_ids_are_returned_when_asked_for():
     assert [[112]] == [c["prompt_token_ids"] for event in events for c in event["choices"] if "prompt_token_ids" in c]
 
 
+@pytest.mark.parametrize("held", [["S", "T", "x"], ["S", "T", "OP"], [[226], [130], [172]]])
+async def test_the_prompts_ids_come_with_the_first_event_however_late_that_is(held: list[Any]):
+    """What is held back, for a stop string or an open character, is shown with a later token than the first."""
+    async with in_process() as server:
+        asked = {"prompt": ["p", "q"], "n": 2, "script": held, "stop": ["STOP"], "return_token_ids": True}
+        events = chunks(await server.complete(**asked, stream=True))
+
+    choices = [choice for event in events for choice in event["choices"]]
+    firsts = [next(choice for choice in choices if choice["index"] == index) for index in range(4)]
+    assert [[112], [112], [113], [113]] == [choice["prompt_token_ids"] for choice in firsts]
+    assert 4 == sum("prompt_token_ids" in choice for choice in choices)
+
+
 async def test_the_string_that_stopped_it_is_told():
     async with in_process() as server:
         stopped = (await server.complete(prompt="p", script=["a", "b.", "c"], stop=["x", "."])).json()["choices"][0]

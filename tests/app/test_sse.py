@@ -51,6 +51,16 @@ def test_an_event_is_one_line_of_json_and_only_of_fields_that_were_set():
     assert b"data: {}\n\n" == event(CompletionLogprobs.model_construct())
 
 
+def test_an_event_is_one_line_to_those_who_know_more_line_ends():
+    r"""To `str.splitlines`, and so to httpx's `iter_lines`, ten characters end a line; to events only \r and \n do."""
+    text = "\v\f\x1c\x1d\x1e\x85\u2028\u2029\r\n"
+    chunk = CompletionLogprobs(tokens=[text], token_logprobs=[None], top_logprobs=[None], text_offset=[0])
+
+    line, end = event(chunk).decode().splitlines()
+    assert text == json.loads(line.removeprefix("data: "))["tokens"][0]
+    assert "" == end
+
+
 async def test_the_first_event_leaves_with_the_headers_and_done_comes_last():
     connection = Connection()
     await answer(EventStream(events(b"data: 1\n\n", b": keep-alive\n\n"), {"x-request-id": "r"}), connection)

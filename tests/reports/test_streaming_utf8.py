@@ -1,5 +1,6 @@
 """Public reports about characters and white space in streams: BC-001, BC-002 and BC-004, and others of their kinds."""
 
+import json
 from typing import Any
 
 import pytest
@@ -94,6 +95,35 @@ async def test_a_model_that_speaks_in_broken_bytes_streams_what_it_says_whole(se
 
     assert REPLACEMENT in whole.text
     assert (whole.text, 60) == (streamed.text, streamed.num_tokens)
+
+
+@pytest.mark.parametrize("path", ["completions", "chat/completions", "responses", "messages"])
+async def test_line_separators_in_the_text_end_no_event(serve: Serve, path: str):
+    """Of BC-001's kind: clients that read lines as Python knows them would see the end of one within a text."""
+    server, text = await serve(), "a\u2028b\u2029c\x85d\v\f\x1c\x1d\x1e\r\ne"
+    message = {"role": "user", "content": "x"}
+    asked = {"completions": {"prompt": "x"}, "responses": {"input": "x"}}.get(path, {"messages": [message]})
+    body = {
+        **asked,
+        **scripted(*text),
+        "stream": True,
+        "max_output_tokens" if path == "responses" else "max_tokens": 99,
+    }
+    lines = [line async for line in (await server.client.post(f"/v1/{path}", json=body)).aiter_lines()]
+    events = [json.loads(line[6:]) for line in lines if line.startswith("data: {")]
+
+    assert all(line == "" or line.startswith(("data: ", "event: ")) for line in lines)
+    assert text == "".join(map(delta_of, events))
+
+
+def delta_of(event: Any) -> str:
+    """The text that an event of any of the APIs adds."""
+    if "choices" in event:
+        (choice,) = event["choices"]
+        return choice.get("text") or choice.get("delta", {}).get("content") or ""
+    if event["type"] == "response.output_text.delta":
+        return event["delta"]
+    return event["delta"].get("text", "") if event["type"] == "content_block_delta" else ""
 
 
 # BC-002: crash / invalid output when the budget ends mid-character

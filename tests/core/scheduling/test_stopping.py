@@ -145,6 +145,20 @@ def test_a_stop_string_may_be_asked_for_in_the_output():
     assert ("go STOP", "STOP") == (text_of(outputs), outputs[-1].stop_reason)
 
 
+@pytest.mark.parametrize(
+    ("pieces", "text"),
+    [(["a", "b"], "ab"), ([b"\xc3", b"\xa9"], "é"), (["a", b"\xc3"], "a\ufffd"), (["ST", "O"], "STO")],
+)
+def test_a_stop_id_may_be_asked_for_in_the_output(pieces: list[str | bytes], text: str):
+    """As a stop string's, its text stays; the end token's does not, that is nobody's stop."""
+    ends: dict[str, Any] = {"stop_token_ids": (1,), "stop": ("STOP",), "include_stop_str_in_output": True}
+    outputs = said([*pieces, "more"], **ends)
+    by_end_token = request(eos={105}, decoder=text_decoder(), max_tokens=9, include_stop_str_in_output=True)
+
+    assert (text, 1, 2) == (text_of(outputs), outputs[-1].stop_reason, len(token_ids_of(outputs)))
+    assert "H" == text_of(follow(by_end_token, [72, 105], [2]))
+
+
 def test_what_may_become_a_stop_string_is_held_back_and_let_go_when_it_does_not():
     outputs = said(["a", "ST", "O", "x", "b"], stop=("STOP",))
 
