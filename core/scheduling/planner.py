@@ -175,11 +175,15 @@ class StepPlanner:
         return self.reserve(request, num_tokens)
 
     def _room_beside(self, request: Request, younger: Iterable[Request]) -> int:
-        """Tokens it can have so that nobody younger gives way for a chunk that could have been shorter; at least 1."""
+        """Tokens it can have so that nobody younger gives way, or goes short, for a chunk that could have been shorter.
+
+        At least 1. It may be far behind those younger than it: they passed it while it waited for a block.
+        """
         manager = self._manager
-        still_running = (r.request_id for r in younger if r.status is RequestStatus.RUNNING)
+        still_running = [r.request_id for r in younger if r.status is RequestStatus.RUNNING]
         num_asked = sum(1 for request_id in still_running if manager.needs_block(request_id))
-        return max(1, manager.max_append(request.request_id) - num_asked * manager.block_size)
+        num_slots = manager.max_append(request.request_id) - num_asked * manager.block_size
+        return max(1, min(num_slots, self._budget - len(still_running)))
 
     def _take_in(self, request: Request, num_tokens: int) -> None:
         self._shares.append(_Share(request, num_tokens))

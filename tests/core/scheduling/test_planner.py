@@ -188,6 +188,16 @@ def test_a_prompt_that_could_hit_nothing_is_not_looked_up():
 # Waiting for a block being computed
 
 
+def test_a_long_prompt_leaves_a_token_to_each_of_those_that_passed_it():
+    """It is older than they are, and as long as it has anything to compute it could have the whole budget."""
+    long, passing = request("b", [1, 2, *range(20)]), request("c", [9, 9])
+    it = Planning(request("a", [1, 2, 3]), long, passing, token_limit=6)
+
+    assert {"a": (0, 3), "c": (0, 2)} == shares(it.step())
+    assert {"a": (3, 1), "c": (2, 1), "b": (2, 4)} == shares(it.step())
+    assert {"a": (4, 1), "b": (6, 4), "c": (3, 1)} == shares(it.step())
+
+
 def test_a_request_waits_for_a_block_that_is_being_computed_and_hits_it_in_the_next_step():
     it = Planning(*(request(name, [1, 2, 3, 4, 5]) for name in "abc"))
 
