@@ -79,8 +79,9 @@ class Server(uvicorn.Server):
         await asyncio.sleep(_LAST_WORDS_S)
         for protocol in list(self.server_state.connections):
             cycle = getattr(protocol, "cycle", None)
-            if cycle is None or cycle.response_complete:
-                # Closed long ago; with TLS it would wait half a minute for an idle client's farewell.
+            if cycle is None or cycle.response_complete or cycle.more_body:
+                # Closed long ago; with TLS it would wait half a minute for an idle client's farewell. Or a request is
+                # still to come whole, and would be refused then.
                 protocol.transport.abort()
 
     def _cut_connection(self, scope: Scope) -> None:

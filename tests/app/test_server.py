@@ -199,6 +199,22 @@ async def test_an_idle_client_does_not_hold_up_the_end(certificate: tuple[Path, 
     assert 0 == server.exit_code
 
 
+async def test_a_request_that_is_still_to_come_does_not_hold_up_the_end(monkeypatch: pytest.MonkeyPatch):
+    """It would be waited for as long as open streams are, to be refused."""
+    monkeypatch.setattr("app.server._LAST_WORDS_S", 0.0)
+    async with listening(make_engine(), shutdown_timeout=100) as (server, port, task):
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 9\r\n\r\n{")
+        while not any(protocol.cycle for protocol in server.server_state.connections):
+            await asyncio.sleep(0)
+        server.should_exit = True
+        async with asyncio.timeout(20):
+            await task
+        writer.close()
+
+    assert 0 == server.exit_code
+
+
 async def test_clients_may_have_to_show_a_certificate_too(certificate: tuple[Path, Path]):
     fields = {"ssl_certfile": certificate[0], "ssl_keyfile": certificate[1]}
     fields |= {"ssl_ca_certs": certificate[0], "ssl_cert_reqs": 2}
