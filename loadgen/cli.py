@@ -223,15 +223,29 @@ def bench(
         )
     except ValueError as error:
         raise typer.BadParameter(str(error)) from error
+    path = result_dir / (result_filename or default_filename(options)) if save or save_detailed else None
+    if path is not None:
+        _check_writable(path)
     result = _run(options, is_quiet=disable_tqdm)
     summary = summarize(result)
     print_report(Console(highlight=False), result, summary)
-    if save or save_detailed:
-        path = result_dir / (result_filename or default_filename(options))
+    if path is not None:
         save_result(path, result_json(result, summary, is_detailed=save_detailed))
         typer.echo(f"saved {path}")
     if is_failure(summary, max_error_rate):
         raise typer.Exit(1)
+
+
+def _check_writable(path: Path) -> None:
+    """Before the run, since afterwards its result would be lost. An older one stays until there is a newer."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with path.open("a"):
+            pass
+        if path.stat().st_size == 0:
+            path.unlink()
+    except OSError as error:
+        raise typer.BadParameter(f"the result cannot be written: {error}") from error
 
 
 def is_failure(summary: Summary, max_error_rate: float | None) -> bool:

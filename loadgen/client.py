@@ -14,7 +14,7 @@ from typing import Any
 import httpx
 
 from loadgen.record import CANCELLED, CONNECTION, TIMEOUT, Failure, RequestRecord
-from loadgen.stream import SseParser, StreamFailure, StreamReader, error_text
+from loadgen.stream import SseParser, StreamFailure, StreamReader, Usage, error_text
 from loadgen.workload import Prompt
 
 
@@ -22,7 +22,7 @@ def open_http(base_url: str, headers: Mapping[str, str]) -> httpx.AsyncClient:
     """A client that adds nothing of its own to what is measured: no proxy, no compression, no limits, no timeout."""
     return httpx.AsyncClient(
         base_url=base_url,
-        headers={"accept-encoding": "identity", **headers},
+        headers=[(name.encode(), value.encode()) for name, value in {"accept-encoding": "identity", **headers}.items()],
         timeout=None,
         limits=httpx.Limits(max_connections=None, max_keepalive_connections=None),
         trust_env=False,
@@ -119,6 +119,7 @@ class _Exchange:
                 time_s = self._clock()
                 for data in parser.feed(piece):
                     self._reader.take(data, time_s)
+            self._reader.is_done |= parser.has_done_at_end
             self._reader.check_complete()
         finally:
             await response.aclose()
@@ -133,7 +134,7 @@ class _Exchange:
         t_queue: float,
         t_send: float,
     ) -> RequestRecord:
-        usage = self._reader.usage or {}
+        usage = self._reader.usage or Usage()
         t_first, t_last = self._reader.first_and_last_s or (None, None)
         return RequestRecord(
             index=index,
@@ -147,9 +148,9 @@ class _Exchange:
             token_source=self._reader.token_source,
             num_planned_prompt_tokens=prompt.num_tokens,
             num_planned_output_tokens=prompt.max_tokens,
-            num_prompt_tokens=usage.get("prompt_tokens"),
-            num_cached_tokens=(usage.get("prompt_tokens_details") or {}).get("cached_tokens"),
-            num_billed_output_tokens=usage.get("completion_tokens"),
+            num_prompt_tokens=usage.num_prompt_tokens,
+            num_cached_tokens=usage.num_cached_tokens,
+            num_billed_output_tokens=usage.num_output_tokens,
             finish_reason=self._reader.finish_reason,
             status=self._status,
             failure=failure,

@@ -1,10 +1,12 @@
 """What one benchmark is asked to do: frozen, checked once, written into the result."""
 
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 from loadgen.arrivals import Arrival, Schedule, all_at_once, schedule_duration, schedule_requests
 from loadgen.metrics import METRIC_NAMES, PER_REQUEST
@@ -12,6 +14,9 @@ from loadgen.workload import WARMUP_STREAM, FixedPrompts, Prompt, PromptSource, 
 
 DEFAULT_NUM_PROMPTS = 100
 DEFAULT_METRICS = ("ttft", "tpot", "itl", "icl", "e2el", "max_stall", "schedule_delay")
+
+_HEADER_NAME = re.compile(r"[!#$%&'*+.^_`|~0-9A-Za-z-]+")
+_OUR_HEADERS = {"content-length", "transfer-encoding"}
 
 
 @dataclass(frozen=True)
@@ -56,9 +61,21 @@ class BenchOptions:
     label: str | None = None
 
     def __post_init__(self) -> None:
+        self._check_server()
         self._check_traffic()
         self._check_prompts()
         self._check_metrics()
+
+    def _check_server(self) -> None:
+        """Now, rather than as a server that does not become ready."""
+        parts = urlsplit(self.base_url)
+        if parts.scheme not in ("http", "https") or not parts.hostname or parts.port == 0:  # reading a port checks it
+            raise ValueError(f"--base-url must be like http://HOST:PORT, got {self.base_url!r}")
+        for name, value in self.headers.items():
+            if not _HEADER_NAME.fullmatch(name) or not value.isprintable():
+                raise ValueError(f"--header {name!r}: its name or its value has what headers cannot have")
+            if name.lower() in _OUR_HEADERS:
+                raise ValueError(f"--header {name} is the client's own to set")
 
     def _check_traffic(self) -> None:
         if not self.request_rate > 0:
@@ -84,9 +101,11 @@ class BenchOptions:
         for name in self.percentile_metrics:
             if name not in METRIC_NAMES:
                 raise ValueError(f"--percentile-metrics: {name!r} is none of {', '.join(METRIC_NAMES)}")
-        for name in self.goodput_s:
+        for name, limit_s in self.goodput_s.items():
             if name not in PER_REQUEST:
                 raise ValueError(f"--goodput: {name!r} is none of {', '.join(PER_REQUEST)}")
+            if not limit_s >= 0:
+                raise ValueError(f"--goodput: the limit of {name} must not be below 0, got {limit_s * 1e3:g}")
         for percent in self.metric_percentiles:
             if not 0 < percent < 100:
                 raise ValueError(f"--metric-percentiles must be between 0 and 100, got {percent:g}")

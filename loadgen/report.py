@@ -149,6 +149,7 @@ def result_json(result: BenchResult, summary: Summary, *, is_detailed: bool = Fa
     """What --save-result writes."""
     options, totals = result.options, summary.totals
     document: dict[str, Any] = {
+        **options.metadata,  # first: what was measured is not to be overwritten
         "date": time.strftime("%Y%m%d-%H%M%S"),
         "backend": "openai",
         "label": options.label,
@@ -174,7 +175,6 @@ def result_json(result: BenchResult, summary: Summary, *, is_detailed: bool = Fa
         "validity": [asdict(check) for check in check_validity(summary)],
         "options": _options_json(options),
         "environment": _environment(),
-        **options.metadata,
     }
     if is_detailed:
         document["requests"] = [asdict(record) for record in sorted(result.run.records, key=lambda r: r.index)]

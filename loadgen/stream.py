@@ -3,11 +3,12 @@
 A chunk may hold several tokens (speculation, a batched flush), so its tokens are counted, in this order of trust:
 the `token_ids` it carries; the running usage it carries (`continuous_usage_stats`); the total of the usage chunk,
 spread evenly over the chunks that carry text; one per such chunk. A 200 proves nothing by itself: an error
-frame, or an end without `[DONE]`, is a failure.
+frame, an answer that its server gave up, or an end without `[DONE]`, is a failure.
 """
 
 import json
 from dataclasses import dataclass
+from itertools import accumulate, pairwise
 from typing import Any
 
 from loadgen.record import EMPTY, ERROR_FRAME, MALFORMED, TRUNCATED, Chunk
@@ -16,6 +17,8 @@ FROM_TOKEN_IDS = "token_ids"
 FROM_RUNNING_USAGE = "running usage"
 FROM_TOTAL_USAGE = "total usage, spread evenly"
 FROM_CHUNKS = "one per chunk"
+DONE = b"[DONE]"
+GIVEN_UP = {"abort", "error"}  # what vLLM and SGLang finish an answer with that is none
 
 
 class StreamFailure(Exception):
@@ -47,6 +50,21 @@ class SseParser:
                 self._data = []
         return events
 
+    @property
+    def has_done_at_end(self) -> bool:
+        """Whether the bytes so far end with a `[DONE]` behind which no blank line came: as good as one with it."""
+        last = self._rest[5:] if self._rest.startswith(b"data:") else b"".join(self._data)
+        return last.strip() == DONE
+
+
+@dataclass(frozen=True)
+class Usage:
+    """What a server says it counted; None where it does not say."""
+
+    num_prompt_tokens: int | None = None
+    num_cached_tokens: int | None = None
+    num_output_tokens: int | None = None
+
 
 @dataclass(frozen=True)
 class _Arrival:
@@ -61,23 +79,27 @@ class StreamReader:
 
     def __init__(self) -> None:
         self.is_done = False
-        self.usage: dict[str, Any] | None = None
+        self.usage: Usage | None = None
         self.finish_reason: str | None = None
         self._arrivals: list[_Arrival] = []
 
     def take(self, data: bytes, time_s: float) -> None:
         """Raises StreamFailure for an error frame and for what is not a JSON object."""
-        if data == b"[DONE]":
+        if data.strip() == DONE:
             self.is_done = True
             return
         frame = _parse_frame(data)
         try:
-            self.usage = frame.get("usage") or self.usage
-            if frame.get("choices"):
-                self._arrivals.append(_read_arrival(frame, time_s))
-                self.finish_reason = frame["choices"][0].get("finish_reason") or self.finish_reason
-        except (AttributeError, KeyError, TypeError) as error:
+            usage = _read_usage(frame["usage"]) if frame.get("usage") else None
+            self.usage = usage or self.usage
+            if choices := frame.get("choices"):
+                self._arrivals.append(_read_arrival(choices, usage, time_s))
+                reasons = [str(reason) for choice in choices if (reason := choice.get("finish_reason"))]
+                self.finish_reason = next(iter(reasons), self.finish_reason)
+        except (AttributeError, KeyError, TypeError, ValueError, OverflowError) as error:
             raise StreamFailure(MALFORMED, f"not a completion chunk: {data[:80]!r}") from error
+        if self.finish_reason in GIVEN_UP:
+            raise StreamFailure(ERROR_FRAME, f"finish_reason {self.finish_reason}")
 
     def check_complete(self) -> None:
         """Raises StreamFailure unless the stream ended properly and said something."""
@@ -108,8 +130,8 @@ class StreamReader:
             case "token_ids":
                 counts = [arrival.num_token_ids or 0 for arrival in self._arrivals]
             case "running usage":
-                totals = [arrival.num_tokens_so_far or 0 for arrival in self._arrivals]
-                counts = [total - before for before, total in zip([0, *totals], totals, strict=False)]
+                totals = accumulate([0, *(arrival.num_tokens_so_far or 0 for arrival in self._arrivals)], max)
+                counts = [total - before for before, total in pairwise(totals)]
             case _:
                 counts = self._spread()
         pairs = zip(self._arrivals, counts, strict=True)
@@ -119,7 +141,7 @@ class StreamReader:
         """Tokens per arrival when only their total is known, or not even that."""
         with_text = [i for i, arrival in enumerate(self._arrivals) if arrival.has_text]
         counts = [0] * len(self._arrivals)
-        total = int((self.usage or {}).get("completion_tokens") or len(with_text))
+        total = (self.usage and self.usage.num_output_tokens) or len(with_text)
         for place, i in enumerate(with_text):
             counts[i] = total * (place + 1) // len(with_text) - total * place // len(with_text)
         return counts
@@ -128,25 +150,58 @@ class StreamReader:
 def _parse_frame(data: bytes) -> dict[str, Any]:
     try:
         frame = json.loads(data)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise StreamFailure(MALFORMED, f"not JSON: {data[:80]!r}") from error
     if not isinstance(frame, dict):
         raise StreamFailure(MALFORMED, f"not an object: {data[:80]!r}")
-    if frame.get("error"):
+    if _is_error(frame):
         raise StreamFailure(ERROR_FRAME, error_text(frame))
     return frame
 
 
-def _read_arrival(frame: dict[str, Any], time_s: float) -> _Arrival:
-    choice = frame["choices"][0]
-    text = choice.get("text") or (choice.get("delta") or {}).get("content")
-    token_ids = choice.get("token_ids")
-    total = (frame.get("usage") or {}).get("completion_tokens")
-    return _Arrival(time_s, bool(text), None if token_ids is None else len(token_ids), total)
+def _is_error(frame: dict[str, Any]) -> bool:
+    """In any of the shapes servers use: an object under `error`, or flat with a message or a type of its own."""
+    if frame.get("error") is not None or "error" in (frame.get("object"), frame.get("type")):
+        return True
+    return "message" in frame and "choices" not in frame
+
+
+def _read_usage(usage: dict[str, Any]) -> Usage:
+    details = usage.get("prompt_tokens_details") or {}
+    return Usage(
+        num_prompt_tokens=_count(usage.get("prompt_tokens")),
+        num_cached_tokens=_count(details.get("cached_tokens")),
+        num_output_tokens=_count(usage.get("completion_tokens")),
+    )
+
+
+def _count(value: Any) -> int | None:
+    """Raises what `int` raises, and ValueError below 0."""
+    number = None if value is None else int(value)
+    if number is not None and number < 0:
+        raise ValueError(f"{number} tokens")
+    return number
+
+
+def _read_arrival(choices: list[dict[str, Any]], usage: Usage | None, time_s: float) -> _Arrival:
+    """What came together: of one choice, or where `n` is above 1 of several."""
+    ids = [choice["token_ids"] for choice in choices if choice.get("token_ids") is not None]
+    return _Arrival(
+        time_s,
+        has_text=any(_has_text(choice) for choice in choices),
+        num_token_ids=sum(map(len, ids)) if ids else None,
+        num_tokens_so_far=usage.num_output_tokens if usage else None,
+    )
+
+
+def _has_text(choice: dict[str, Any]) -> bool:
+    """Whether it says anything: an answer, or a reasoning, a refusal, a call of a tool. A role alone says nothing."""
+    delta = choice.get("delta") or {}
+    return bool(choice.get("text")) or any(value for name, value in delta.items() if name != "role")
 
 
 def error_text(body: Any) -> str:
-    """The message of an error object in any of the shapes servers use, shortened."""
+    """The message of an error object in any of the shapes servers use, shortened, and fit to be printed."""
     error = body.get("error", body) if isinstance(body, dict) else body
     message = error.get("message", error) if isinstance(error, dict) else error
-    return str(message)[:200]
+    return str(message)[:200].encode(errors="replace").decode()

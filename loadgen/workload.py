@@ -78,30 +78,38 @@ def read_prompts(path: Path, default_output_len: int) -> FixedPrompts:
     Raises:
         InvalidDataset: a line is something else, or there is none.
     """
-    with path.open(encoding="utf-8") as lines:
+    with path.open("rb") as lines:
         prompts = tuple(_parse_lines(lines, path.name, default_output_len))
     if not prompts:
         raise InvalidDataset(f"{path.name} holds no prompts")
     return FixedPrompts(prompts)
 
 
-def _parse_lines(lines: Iterable[str], name: str, default_output_len: int) -> Iterable[Prompt]:
+def _parse_lines(lines: Iterable[bytes], name: str, default_output_len: int) -> Iterable[Prompt]:
     for number, line in enumerate(lines, start=1):
         if not line.strip():
             continue
         try:
-            yield _parse_prompt(json.loads(line), default_output_len)
-        except (ValueError, KeyError, TypeError) as error:
+            yield _parse_prompt(json.loads(line.decode("utf-8-sig")), default_output_len)
+        except (ValueError, KeyError, TypeError, RecursionError) as error:
             raise InvalidDataset(f"{name}, line {number}: {error!r}") from error
 
 
 def _parse_prompt(row: dict[str, Any], default_output_len: int) -> Prompt:
     content = row["prompt"]
     if not isinstance(content, str):
-        content = tuple(int(token) for token in content)
+        content = tuple(_whole(token, "a token id") for token in content)
     if not content:
         raise ValueError("the prompt is empty")
-    output_len = int(row.get("output_len", default_output_len))
+    given = row.get("output_len")
+    output_len = default_output_len if given is None else _whole(given, "output_len")
     if output_len < 1:
         raise ValueError(f"output_len must be at least 1, got {output_len}")
     return Prompt(content, output_len)
+
+
+def _whole(value: Any, name: str) -> int:
+    """As it stands in the file: to round it, or to read a text as a number, would measure something else."""
+    if type(value) is not int:  # True is an int to isinstance
+        raise ValueError(f"{name} must be a whole number, got {value!r}")
+    return value

@@ -203,7 +203,7 @@ async def test_a_request_that_is_still_to_come_does_not_hold_up_the_end(monkeypa
     """It would be waited for as long as open streams are, to be refused."""
     monkeypatch.setattr("app.server._LAST_WORDS_S", 0.0)
     async with listening(make_engine(), shutdown_timeout=100) as (server, port, task):
-        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        _, writer = await asyncio.open_connection("127.0.0.1", port)
         writer.write(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 9\r\n\r\n{")
         while not any(protocol.cycle for protocol in server.server_state.connections):
             await asyncio.sleep(0)

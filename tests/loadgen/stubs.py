@@ -104,7 +104,7 @@ class ScriptedServer:
                 await _answer(send, 404 if text is None else 200, text or "")
             case _:
                 self.bodies.append(json.loads(body))
-                self.headers.append({key.decode(): value.decode() for key, value in scope["headers"]})
+                self.headers.append({key.decode(): value.decode("latin-1") for key, value in scope["headers"]})
                 await self._complete(self.script(self.bodies[-1]), send)
 
     async def _complete(self, frames: Sequence[Frame] | int, send: Any) -> None:

@@ -11,6 +11,8 @@ from loadgen.options import BenchOptions
 from tests.loadgen.stubs import DONE, ScriptedServer, chunk, event, plain_answer, serve_in_thread
 from tests.loadgen.test_server_metrics import exposition
 
+FEW = "--num-prompts", "2", "--max-concurrency", "1", "--num-warmups", "0"
+
 
 def run(*words, env=None):
     app = typer.Typer()
@@ -177,6 +179,14 @@ def test_a_server_that_is_not_there_is_said_so():
         (["--dataset-name", "custom"], "needs --dataset-path"),
         (["--dataset-name", "random", "--prompt", "a"], "excludes"),
         (["--metric-percentiles", "50,high"], "high"),
+        (["--goodput", "ttft:nan"], "must not be below 0"),
+        (["--goodput", "ttft:-1"], "must not be below 0"),
+        (["--base-url", "localhost:8000"], "--base-url must be like http://HOST:PORT"),
+        (["--base-url", "http://localhost:99999"], "Port out of range"),
+        (["--header", "a b: c"], "headers cannot have"),
+        (["--header", "a: b\nc: d"], "headers cannot have"),
+        (["--header", "Content-Length: 3"], "content-length is the client's own"),
+        (["--save-result", "--result-dir", __file__], "the result cannot be written"),
     ],
 )
 def test_a_wrong_word_is_a_usage_error(words, message):
@@ -204,3 +214,31 @@ def test_the_key_comes_from_the_environment_too():
 def test_a_file_name_says_what_was_run():
     assert default_filename(BenchOptions(request_rate=2.5)).startswith("octavo-2.5qps-")
     assert default_filename(BenchOptions(max_concurrency=8)).startswith("octavo-infqps-concurrency8-")
+
+
+def test_a_key_need_not_be_ascii():
+    result, server = run_against(answer, *FEW, "--api-key", "kéy", "--header", "x-note: é")
+
+    assert 0 == result.exit_code, result.output
+    assert ("Bearer kéy".encode().decode("latin-1"), "Ã©") == tuple(
+        server.headers[0][name] for name in ("authorization", "x-note")
+    )
+
+
+def test_metadata_adds_to_the_result_and_changes_nothing_of_it(tmp_path):
+    files = "--save-result", "--result-dir", str(tmp_path), "--result-filename", "r.json"
+    run_against(answer, *FEW, *files, "--metadata", "completed=99", "--metadata", "commit=abc")
+    saved = json.loads((tmp_path / "r.json").read_text())
+
+    assert (2, "abc") == (saved["completed"], saved["commit"])
+
+
+def test_a_result_that_is_there_stays_when_the_run_does_not_come_about(tmp_path):
+    old, new = tmp_path / "old.json", tmp_path / "new.json"
+    old.write_text("{}")
+    for path in (old, new):
+        words = "--base-url", "http://127.0.0.1:9", "--ready-check-timeout-sec", "0", "--save-result"
+        assert 1 == run(*words, "--result-dir", str(tmp_path), "--result-filename", path.name).exit_code
+
+    assert "{}" == old.read_text()
+    assert not new.exists()

@@ -127,3 +127,85 @@ def test_a_stream_that_stops_short_or_says_nothing_is_no_answer(frames, kind):
 )
 def test_error_objects_of_all_shapes_are_read(body):
     assert "no" == error_text(body)
+
+
+@pytest.mark.parametrize(
+    "frame",
+    [
+        {"error": {"message": "boom"}},
+        {"error": "boom", "error_type": "generation"},
+        {"error": {}},
+        {"object": "error", "message": "boom", "code": 400},
+        {"type": "error", "message": "boom"},
+        {"message": "boom"},
+        {"choices": [{"index": 0, "text": "", "finish_reason": "abort"}]},
+        {"choices": [{"index": 0, "text": "a"}, {"index": 1, "text": "", "finish_reason": "error"}]},
+    ],
+)
+def test_an_answer_that_its_server_gave_up_is_a_failure_in_whatever_shape_it_says_so(frame):
+    with pytest.raises(StreamFailure, match="error frame"):
+        read((1.0, chunk("a", token_ids=[1])), (2.0, frame))
+
+
+@pytest.mark.parametrize(
+    "frame",
+    [
+        b"[" * 100_000,
+        {"choices": [], "usage": [1]},
+        {"choices": [], "usage": {"completion_tokens": -1}},
+        {"choices": [], "usage": {"completion_tokens": "many"}},
+        {"choices": [], "usage": {"prompt_tokens_details": "none"}},
+        b'{"choices": [{"text": "a"}], "usage": {"completion_tokens": NaN}}',
+        {"choices": [{"text": "a", "token_ids": 5}]},
+        {"choices": ["a"]},
+    ],
+)
+def test_what_is_no_chunk_is_a_failure_and_nothing_worse(frame):
+    with pytest.raises(StreamFailure, match="malformed"):
+        read((1.0, frame))
+
+
+def test_tokens_of_all_choices_that_came_together_count():
+    pair = [{"index": i, "text": "a", "token_ids": [1, 2]} for i in range(2)]
+
+    assert [4] == counts(read((1.0, {"choices": pair})))
+
+
+@pytest.mark.parametrize(
+    "delta",
+    [
+        {"reasoning_content": "hm"},
+        {"reasoning": "hm"},
+        {"refusal": "no"},
+        {"tool_calls": [{"index": 0, "function": {"arguments": "{"}}]},
+    ],
+)
+def test_an_answer_need_not_be_content(delta):
+    """The role before it says nothing yet."""
+    role = {"choices": [{"delta": {"role": "assistant", "content": ""}}]}
+    reader = read((1.0, role), (2.0, {"choices": [{"delta": delta}]}), (3.0, {"choices": [], "usage": usage(5, 3)}))
+
+    assert [3] == counts(reader)
+    assert (2.0, 2.0) == reader.first_and_last_s
+
+
+def test_a_running_usage_that_goes_back_is_not_counted_again():
+    reader = read(*((float(n), chunk("x", usage=usage(5, total))) for n, total in enumerate((2, 1, 3))))
+
+    assert [2, 1] == counts(reader)
+
+
+@pytest.mark.parametrize("end", [b"data: [DONE]", b"data: [DONE]\n", b"data:[DONE] \r\n"])
+def test_a_last_line_needs_no_blank_one_behind_it(end):
+    parser = SseParser()
+    parser.feed(b"data: {}\n\n" + end)
+
+    assert parser.has_done_at_end
+
+
+@pytest.mark.parametrize("end", [b"", b"data: [DON", b"data: {}", b": [DONE]"])
+def test_any_other_end_is_none(end):
+    parser = SseParser()
+    parser.feed(b"data: {}\n\n" + end)
+
+    assert not parser.has_done_at_end

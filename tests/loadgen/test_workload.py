@@ -67,12 +67,25 @@ def test_a_file_holds_text_and_token_ids(tmp_path):
         ('{"text": "a"}\n', "line 1.*prompt"),
         ('{"prompt": ""}\n', "the prompt is empty"),
         ('{"prompt": "a", "output_len": 0}\n', "output_len must be at least 1"),
+        ('{"prompt": [1, 1.5]}', "a token id must be a whole number, got 1.5"),
+        ('{"prompt": [true]}', "a token id must be a whole number, got True"),
+        ('{"prompt": ["1", "2"]}', "a token id must be a whole number, got '1'"),
+        ('{"prompt": "a", "output_len": 1.9}', "output_len must be a whole number, got 1.9"),
+        ('{"prompt": "a"}\n' + "[" * 100_000, "line 2"),
+        ('{"prompt": "\udcff"}', "line 1.*utf-8"),
         ("\n", "holds no prompts"),
     ],
 )
 def test_a_file_that_is_none_is_refused_naming_the_line(tmp_path, text, message):
     path = tmp_path / "prompts.jsonl"
-    path.write_text(text)
+    path.write_bytes(text.encode(errors="surrogateescape"))
 
     with pytest.raises(InvalidDataset, match=message):
         read_prompts(path, default_output_len=1)
+
+
+def test_a_null_length_is_the_default_and_a_byte_order_mark_is_no_text(tmp_path):
+    path = tmp_path / "prompts.jsonl"
+    path.write_text('{"prompt": "é", "output_len": null}\n', encoding="utf-8-sig")
+
+    assert Prompt("é", 7) == read_prompts(path, 7)(0)
