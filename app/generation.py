@@ -233,11 +233,20 @@ def _explained(error: InvalidRequest, engine: Engine, where: str) -> InvalidRequ
     return type(error)(where + message, error.param)
 
 
+def in_words(message: str, param: str | None, names: Mapping[str, str]) -> str:
+    """What is said of a field, with the body's names.
+
+    "prompt is too long" stays as it is: clients look for the phrase. So does a place in a list, `messages[3]`: in a
+    body that means it by another name it is another.
+    """
+    for name in names.keys() & {"max_tokens", param}:
+        message = re.sub(rf"\b{name}\b(?! is too long|\[)", names[name], message)
+    return message
+
+
 def renamed(error: InvalidRequest, names: Mapping[str, str]) -> InvalidRequest:
-    """The error in the words of the body. "prompt is too long" stays as it is: clients look for the phrase."""
-    message = str(error)
-    for name in names.keys() & {"max_tokens", error.param}:
-        message = re.sub(rf"\b{name}\b(?! is too long)", names[name], message)
+    """The error in the words of the body."""
+    message = in_words(str(error), error.param, names)
     if error.param == "structured_output":  # what it calls itself is no field of the body
         message = f"{names.get(error.param, error.param)}: {message}"
     return type(error)(message, names.get(error.param or "", error.param))

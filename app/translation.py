@@ -16,7 +16,7 @@ from starlette.responses import Response
 
 from app.chat import Chat
 from app.errors import ApiError, unsupported
-from app.generation import renamed
+from app.generation import in_words, renamed
 from app.parts import Part
 from app.run import Run, shown_reason
 from app.schemas.chat import ChatRequest
@@ -62,19 +62,11 @@ def in_words_of(names: Mapping[str, str]) -> Iterator[None]:
     try:
         yield
     except InvalidRequest as error:
-        found = renamed(error, names)
-        raise type(found)(_reworded(str(found), error.param, names), found.param) from error
+        raise renamed(error, names) from error
     except ApiError as error:
-        error.message = _reworded(error.message, error.param, names)
+        error.message = in_words(error.message, error.param, names)
         error.param = names.get(error.param or "", error.param)
         raise
-
-
-def _reworded(message: str, param: str | None, names: Mapping[str, str]) -> str:
-    """Where a message says which of the messages, it stays: their places in the body are others."""
-    if param is None or param not in names or f"{param}[" in message:
-        return message
-    return message.replace(param, names[param])
 
 
 class EventWriter(Protocol):

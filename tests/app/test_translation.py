@@ -25,6 +25,16 @@ def test_what_is_refused_within_is_told_with_the_bodys_names():
     with pytest.raises(ApiError) as other, in_words_of(NAMES):
         raise unsupported("echo")
 
+    with pytest.raises(InvalidRequest) as once, in_words_of({"stop": "stop_sequences"}):
+        raise InvalidRequest("stop has an empty string", "stop")
+    with pytest.raises(InvalidRequest) as placed, in_words_of(NAMES):
+        raise InvalidRequest("messages[2].role is 'robot'", "messages")
+
+    assert "stop_sequences has an empty string" == str(once.value)
+    assert ("messages[2].role is 'robot'", "input") == (
+        str(placed.value),
+        placed.value.param,
+    )  # the body's place may be 1
     assert "max_output_tokens" == invalid.value.param
     assert ("input", "'input' is not supported by this server") == (refused.value.param, refused.value.message)
     assert "echo" == other.value.param
