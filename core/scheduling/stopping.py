@@ -19,18 +19,19 @@ class _HeldToken:
 
 
 def find_stop(text: str, stops: tuple[str, ...], num_seen: int) -> tuple[int, str] | None:
-    """The match that starts first, (index, stop string), among those that end behind the first `num_seen` characters.
+    """The match that is complete first, (index, stop string), but behind the first `num_seen` characters.
 
-    Of two that start at the same place the one that stands first in `stops` wins.
+    Of two that end at the same place the longer wins, or its beginning would be shown. So it matters neither in which
+    order they are named nor how tokens cut the text.
     """
     matches = [
-        (index, rank, stop)
-        for rank, stop in enumerate(stops)
+        (index + len(stop), index, stop)
+        for stop in stops
         if (index := text.find(stop, max(0, num_seen - len(stop) + 1))) >= 0
     ]
     if not matches:
         return None
-    index, _, stop = min(matches)
+    _, index, stop = min(matches)
     return index, stop
 
 

@@ -135,6 +135,7 @@ SEVERAL = [
     (("1,", "2;", "3."), [".", ";", ","], "1", ","),
     (("a", " b", " c", " d"), ["c", "b c"], "a ", "b c"),  # both are complete with c, one begins earlier
     (("User", ":", " hi", "\n"), ["\n", "User:"], "", "User:"),
+    (("x ab", "c"), ["abc", "b", "ab"], "x ", "ab"),  # in one token, as if characters came one by one
 ]
 
 

@@ -1,7 +1,7 @@
 """When a request ends and what may be shown before that: examples, and random texts against a plain oracle."""
 
 from collections.abc import Sequence
-from itertools import accumulate
+from itertools import accumulate, permutations
 from typing import Any
 
 import pytest
@@ -184,10 +184,19 @@ def test_tokens_leave_whole():
     assert [("", ()), ("xSy", ("xS", "y"))] == [(o.text, tuple(t.text for t in o.tokens)) for o in outputs]
 
 
-def test_the_stop_string_that_starts_first_wins_and_among_those_the_first_named():
-    assert (1, "bcd") == find_stop("abcd", ("cd", "bcd"), 3)
-    assert (1, "bc") == find_stop("abcd", ("bc", "bcd"), 0)
-    assert (1, "bcd") == find_stop("abcd", ("bcd", "bc"), 0)
+@pytest.mark.parametrize(
+    ("stops", "text", "stop"),
+    [(("cd", "bcd"), "a", "bcd"), (("bc", "bcd"), "a", "bc"), (("abcd", "c"), "ab", "c"), (("d", "b", "cd"), "a", "b")],
+)
+def test_the_stop_string_that_is_complete_first_wins_and_among_those_the_longest(
+    stops: tuple[str, ...], text: str, stop: str
+):
+    """In whatever order they are named, and however tokens cut the text."""
+    for named in permutations(stops):
+        for pieces in (["abcd"], ["ab", "cd"], ["a", "bcd"], ["abc", "d"], list("abcd")):
+            outputs = said(pieces, stop=named)
+
+            assert (text, stop) == (text_of(outputs), outputs[-1].stop_reason), (named, pieces)
 
 
 def test_a_match_must_end_behind_what_was_seen():
@@ -276,19 +285,15 @@ def visible(pieces: Sequence[bytes]) -> str:
 def plain_end(
     pieces: Sequence[bytes], stops: Sequence[str], min_tokens: int, *, with_stop: bool
 ) -> tuple[str, int, str | None]:
-    """(text, tokens, stop string): read token by token, look at all occurrences anew each time."""
+    """(text, tokens, stop string): read token by token, and each character by character."""
     seen = 0
     for num_tokens in range(1, len(pieces) + 1):
         text = visible(pieces[:num_tokens])
-        matches = [
-            (start, rank)
-            for rank, stop in enumerate(stops)
-            for start in range(len(text))
-            if text.startswith(stop, start) and start + len(stop) > seen
-        ]
-        if matches and num_tokens > min_tokens:
-            start, rank = min(matches)
-            return text[: start + len(stops[rank]) * with_stop], num_tokens, stops[rank]
+        for end in range(seen + 1, len(text) + 1):
+            complete = [stop for stop in stops if text[:end].endswith(stop)]
+            if complete and num_tokens > min_tokens:
+                stop = max(complete, key=len)
+                return text[: end if with_stop else end - len(stop)], num_tokens, stop
         seen = len(text)
     is_open = len(text.encode()) < sum(map(len, pieces))
     return text + "\ufffd" * is_open, len(pieces), None
