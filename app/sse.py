@@ -89,7 +89,8 @@ class EventStream(Response):
                 if not is_started:
                     raise
                 told = as_api_error(error)
-                logger.warning("stream ends with an error: %s", told, exc_info=None if told is error else error)
+                is_ours = told.status == 500 and told is not error
+                logger.warning("stream ends with an error: %s", told, exc_info=error if is_ours else None)
                 end = self._failure(error) + self._end
         await send({"type": "http.response.body", "body": end, "more_body": False})
 

@@ -224,8 +224,8 @@ class ContinuousBatchingScheduler:
             result = self._execute(plan)
         except _FATAL:
             raise
-        except Exception:
-            logger.exception("step raised, its requests are run one at a time\n%s", plan.describe())
+        except Exception as error:
+            _log("step raised, its requests are run one at a time", error, plan)
             finished = self._run_one_by_one(plan)
         else:
             finished = self.update(plan, result)
@@ -342,7 +342,7 @@ class ContinuousBatchingScheduler:
             except _FATAL:
                 raise
             except Exception as error:
-                logger.exception("request failed\n%s", alone.describe())
+                _log("request failed", error, alone)
                 finished += self._fail(scheduled.request, error)
             else:
                 finished += self.update(alone, result)
@@ -363,8 +363,8 @@ class ContinuousBatchingScheduler:
         family = [request, *request.siblings]
         request.siblings = []
         for member in family:
-            member.error = f"{type(error).__name__}: {error}"
             member.is_refused = isinstance(error, InvalidRequest)
+            member.error = str(error) if member.is_refused else f"{type(error).__name__}: {error}"
             member.finish(FinishReason.ERROR)
             self._outputs.append(self._trackers[member.request_id].take_output())
             self._remove(member)
@@ -396,3 +396,11 @@ class ContinuousBatchingScheduler:
         for request in self._queues.waiting:
             if manager.holds(request.request_id):
                 raise InvariantViolation(f"{request!r} waits and yet holds blocks")
+
+
+def _log(what: str, error: Exception, plan: SchedulerOutput) -> None:
+    """A fault of ours with all that is known of it; of a request's own no more than what it is told."""
+    if isinstance(error, InvalidRequest):
+        logger.info("%s: %s", what, error)
+    else:
+        logger.error("%s\n%s", what, plan.describe(), exc_info=error)

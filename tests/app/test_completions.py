@@ -443,7 +443,9 @@ async def test_a_stream_that_cannot_start_has_a_real_status():
     assert "1" == closing.headers["retry-after"]
 
 
-async def test_a_request_that_allows_no_token_is_refused_when_that_shows_and_others_go_on():
+async def test_a_request_that_allows_no_token_is_refused_when_that_shows_and_others_go_on(
+    caplog: pytest.LogCaptureFixture,
+):
     async with in_process(load(make_settings(max_num_seqs=4))) as server:
         nothing = {"prompt": "p", "allowed_token_ids": [97], "bad_words": ["aaa"], "temperature": 0, "max_tokens": 9}
         refused, streamed, other = await asyncio.gather(
@@ -453,7 +455,8 @@ async def test_a_request_that_allows_no_token_is_refused_when_that_shows_and_oth
         )
 
     assert (400, "invalid_request_error") == (refused.status_code, refused.json()["error"]["type"])
-    assert "no token that may come next" in refused.json()["error"]["message"]
+    assert refused.json()["error"]["message"].startswith("bias, penalties, masks and min_tokens leave no token")
+    assert not [record for record in caplog.records if record.exc_info or record.levelname == "ERROR"]
     *events, error, _, _ = streamed.text.split("\n\n")
     assert "aa" == text_of([json.loads(event.removeprefix("data: ")) for event in events])
     assert "no token that may come next" in error
