@@ -107,7 +107,24 @@ def with_pieces(tokenizer: Tokenizer, prompt: Prompt) -> Prompt:
     """
     pieces = decode_pieces(tokenizer, prompt.token_ids)
     if prompt.text is not None and "".join(pieces) != prompt.text:
-        named = decode_pieces(tokenizer, prompt.token_ids, shows_special=True)
-        begun = [["", *named[1:]], named]
-        pieces = next((texts for texts in begun if "".join(texts) == prompt.text), pieces)
+        pieces = _as_written(tokenizer, prompt.token_ids, pieces, prompt.text) or pieces
     return replace(prompt, pieces=tuple(pieces))
+
+
+def _as_written(tokenizer: Tokenizer, token_ids: Sequence[int], pieces: Sequence[str], text: str) -> list[str] | None:
+    """What of the text each token stands for: special ones too, and without the spaces that a tokenizer adds.
+
+    None where the text cannot be found in the tokens. SentencePiece puts a space of its own before the first word, and
+    behind special tokens, too.
+    """
+    found: list[str] = []
+    position = 0
+    for token_id, piece in zip(token_ids, pieces, strict=True):
+        is_special = not tokenizer.token_bytes(token_id)
+        readings = (tokenizer.token_text(token_id), "") if is_special else (piece, piece.removeprefix(" "))
+        written = next((reading for reading in readings if text.startswith(reading, position)), None)
+        if written is None:
+            return None
+        found.append(written)
+        position += len(written)
+    return found if position == len(text) else None

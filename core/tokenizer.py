@@ -104,9 +104,9 @@ class IncrementalDetokenizer:
         return text
 
 
-def decode_pieces(tokenizer: Tokenizer, token_ids: Iterable[int], *, shows_special: bool = False) -> list[str]:
+def decode_pieces(tokenizer: Tokenizer, token_ids: Iterable[int]) -> list[str]:
     """Text that each token of a whole sequence completes; the last has what is left of an open character."""
-    detokenizer = IncrementalDetokenizer(tokenizer, at_start=True, shows_special=shows_special)
+    detokenizer = IncrementalDetokenizer(tokenizer, at_start=True)
     pieces = [detokenizer.decode(token_id) for token_id in token_ids]
     if rest := detokenizer.flush():
         pieces[-1] += rest

@@ -10,7 +10,7 @@ from app.generation import (
     sampling_params,
     stream_options,
 )
-from app.prompts import encode, encode_bad_words, prompt_items
+from app.prompts import Prompt, encode, encode_bad_words, prompt_items, with_pieces
 from app.schemas.completions import CompletionRequest
 from app.schemas.generation import StreamOptions
 from core import (
@@ -19,6 +19,7 @@ from core import (
     SamplingParams,
 )
 from tests.app.servers import make_engine
+from tests.core.test_tokenizer_gguf import spm
 
 
 def make_ask(prompt: Any, **changes: Any) -> Ask:
@@ -147,6 +148,27 @@ def test_a_bad_word_is_meant_behind_a_space_too():
             return {"cat": [1], " cat": [2], "dog": [3], " dog": [9, 3], "the": [4], " the": [4]}[text]
 
     assert ((1,), (2,), (3,), (4,)) == encode_bad_words(Words(), [" cat", "dog", "the"])
+
+
+SPECIAL = ["a</s>b", "hello</s> wor", "<s>hello", "</s>", "<s></s>a", " a</s>  b </s>\n", "hello<|tool|>a", "é<unk>😀"]
+
+
+@pytest.mark.parametrize("text", ["hello", "  hello", " ", "a😀b", *SPECIAL])
+def test_a_prompts_pieces_join_to_what_was_written(text: str):
+    """Special tokens in it, and the spaces that SentencePiece adds behind them, included."""
+    tokenizer = spm()
+    prompt = with_pieces(tokenizer, Prompt(tuple(tokenizer.encode(text)), text))
+
+    assert text == "".join(prompt.pieces)
+    assert len(prompt.token_ids) == len(prompt.pieces)
+    assert ("<s>" if text.startswith("<s>") else "") == prompt.pieces[0]
+
+
+def test_a_prompt_that_its_tokenizer_changes_is_shown_as_it_was_read():
+    tokenizer = spm()  # takes U+2581 for a space
+    prompt = with_pieces(tokenizer, Prompt(tuple(tokenizer.encode("a▁b")), "a▁b"))
+
+    assert "a b" == "".join(prompt.pieces)
 
 
 def test_a_context_overflow_is_said_in_the_words_that_client_libraries_look_for():
