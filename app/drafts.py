@@ -11,7 +11,7 @@ from typing import Any
 from app.schemas.generation import CompletionTokensDetails, Prediction, SpeculativeDecodingMetrics
 from core import DraftOutcome, InvalidRequest
 
-TEXT_PARTS = {"text", "input_text", "output_text"}
+TEXT_PARTS = ("text", "input_text", "output_text")  # no set: a body may have a list there, which has no hash
 
 
 def joined_text(content: str | Sequence[dict[str, Any]] | None, where: str) -> str:

@@ -4,7 +4,7 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from app.messages.schemas import Content, CountTokensRequest, CustomTool, MessagesRequest, MessagesToolChoice
+from app.messages.schemas import CountTokensRequest, CustomTool, MessagesRequest, MessagesToolChoice
 from app.schemas.chat import ChatRequest
 from app.translation import chat_request, extensions
 from core import InvalidRequest
@@ -12,7 +12,8 @@ from core import InvalidRequest
 # Fields of the chat request by what they are called here.
 NAMES = {"stop": "stop_sequences", "response_format": "output_config"}
 _CHOICES = {"auto": "auto", "any": "required", "none": "none"}
-_LEFT_OUT = {"thinking", "redacted_thinking"}  # other servers' models', given back; ours write none
+# Other servers' models', given back; ours write none. No set: a body may have a list there, which has no hash.
+_LEFT_OUT = ("thinking", "redacted_thinking")
 
 
 def to_chat(body: CountTokensRequest) -> ChatRequest:
@@ -82,17 +83,19 @@ def _call(block: Mapping[str, Any], where: str) -> dict[str, Any]:
     return {"id": block.get("id"), "type": "function", "function": function}
 
 
-def _text(content: Content | Sequence[Mapping[str, Any]], where: str) -> str:
+def _text(content: Any, where: str) -> str:
     """Blocks of text follow each other without a break: clients cut one text into several to mark what to cache."""
     if isinstance(content, str):
         return content
-    for block in content:
-        if block.get("type") != "text" or not isinstance(block.get("text"), str):
+    texts = []
+    for block in content if isinstance(content, list) else [content]:
+        kind = block.get("type") if isinstance(block, dict) else block
+        if not isinstance(block, dict) or kind != "text" or not isinstance(block.get("text"), str):
             raise InvalidRequest(
-                f"{where} has a block of type {str(block.get('type'))[:32]!r}, this model takes text",
-                where.partition("[")[0],
+                f"{where} has a block of type {str(kind)[:32]!r}, this model takes text", where.partition("[")[0]
             )
-    return "".join(block["text"] for block in content)
+        texts.append(block["text"])
+    return "".join(texts)
 
 
 def _tools(tools: Sequence[CustomTool]) -> list[dict[str, Any]]:

@@ -1,6 +1,7 @@
 """Whatever goes wrong, the answer is OpenAI's error object with the right status, and nothing of our insides."""
 
 import gzip
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -156,6 +157,32 @@ async def test_a_long_list_of_problems_is_cut_short():
 
     assert "and 995 more" in response.json()["error"]["message"]
     assert 1000 > len(response.text)
+
+
+ODD: list[Any] = [{}, [[]], ["text"], 1, None, "text"]
+
+
+@pytest.mark.parametrize(
+    ("path", "role", "of_content"),
+    [
+        ("/v1/chat/completions", "user", lambda odd: [{"type": odd, "text": "a"}]),
+        ("/tokenize", "user", lambda odd: [{"type": odd, "text": "a"}]),
+        ("/v1/messages", "user", lambda odd: [{"type": odd, "text": "a"}]),
+        ("/v1/messages", "assistant", lambda odd: [{"type": odd, "text": "a"}]),
+        ("/v1/messages", "user", lambda odd: [{"type": "tool_result", "content": [odd]}]),
+        ("/v1/messages", "user", lambda odd: [{"type": "tool_result", "content": {"type": odd}}]),
+    ],
+)
+async def test_a_part_may_be_anything_that_json_has(path: str, role: str, of_content: Callable[[Any], Any]):
+    """Also what has no hash, and no fields; where it is no text, it is a 400."""
+    async with in_process() as server:
+        for odd in ODD:
+            body = {"messages": [{"role": role, "content": of_content(odd)}], "max_tokens": 1}
+            response = await server.client.post(path, json=body)
+            is_text = of_content(odd) == [{"type": "text", "text": "a"}]
+            assert (200 if is_text else 400) == response.status_code, (odd, response.text)
+            if not is_text:
+                assert "type" in response.json()["error"]["message"]
 
 
 @pytest.mark.parametrize("name", ["stop_token_ids", "allowed_token_ids", "guided_choice", "messages"])
