@@ -64,6 +64,7 @@ HEAVY = {
 LATE = {
     "core.tokenizer_files",
     "core.tokenizer_gguf",
+    "core.model.gguf_reader",
     *(f"core.model.kernels.{path.stem}" for path in (ROOT / "core/model/kernels").glob("[a-z]*.py")),
 }
 # The one module of core that starts threads: they run compiled code, without Python's lock.

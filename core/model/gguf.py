@@ -81,13 +81,13 @@ def read_gguf_config(path: Path, *, cache_dir: Path | None = None) -> ModelConfi
 
 def open_gguf(path: Path) -> "GGUFReader":
     """A reader over the mapped file. Raises ModelLoadError if it is no whole GGUF file, or of the other byte order."""
-    from gguf import GGUFReader
+    from core.model.gguf_reader import BoundedReader
 
     try:
-        reader = GGUFReader(path)
+        reader = BoundedReader(path)
     except OSError as error:
         raise ModelLoadError(f"{path} cannot be read: {error.strerror or error}") from error
-    except (ValueError, IndexError, KeyError, OverflowError, struct.error) as error:  # what a cut-off file leads to
+    except (ValueError, LookupError, OverflowError, RecursionError, struct.error) as error:  # what damage leads to
         raise ModelLoadError(f"{path} is no whole GGUF file: {error}") from error
     if reader.byte_order != "I":  # the package swaps metadata, and dequantizes tensors as they lie
         raise ModelLoadError(f"{path} is of another byte order than this machine: convert it with gguf-convert-endian")

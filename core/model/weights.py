@@ -78,6 +78,11 @@ def load_safetensors_dir(path: Path) -> LoadedWeights:
 
 def expected_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     """Name and shape of every tensor that a model of this config has."""
+    return dict(_expected_tensors(config))
+
+
+def _expected_tensors(config: ModelConfig) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """The same one by one: a damaged config may speak of billions of layers."""
     hidden, inner = config.hidden_size, config.intermediate_size
     queries, keys = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
     layer = {
@@ -91,13 +96,12 @@ def expected_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
         "mlp.up_proj": (inner, hidden),
         "mlp.down_proj": (hidden, inner),
     }
-    shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (config.vocab_size, hidden)}
+    yield "model.embed_tokens.weight", (config.vocab_size, hidden)
     for index in range(config.num_layers):
-        shapes |= {f"model.layers.{index}.{name}.weight": shape for name, shape in layer.items()}
-    shapes["model.norm.weight"] = (hidden,)
+        yield from ((f"model.layers.{index}.{name}.weight", shape) for name, shape in layer.items())
+    yield "model.norm.weight", (hidden,)
     if not config.tie_word_embeddings:
-        shapes["lm_head.weight"] = (config.vocab_size, hidden)
-    return shapes
+        yield "lm_head.weight", (config.vocab_size, hidden)
 
 
 def check_tensors(
@@ -107,13 +111,14 @@ def check_tensors(
 
     A tensor that the config does not know (a bias, say) would change the numbers, so it is refused as well.
     """
-    expected = expected_shapes(config)
-    for name, shape in expected.items():
+    expected = []
+    for name, shape in _expected_tensors(config):
         if name not in tensors:
             raise ModelLoadError(f"{source}: tensor {name} is missing, expected shape {shape}")
         if tensors[name].shape != shape:
             raise ModelLoadError(f"{source}: tensor {name} has shape {tensors[name].shape}, expected {shape}")
-    for name in tensors.keys() - expected.keys():
+        expected.append(name)
+    for name in sorted(tensors.keys() - set(expected)):
         if not _is_derived(name):
             raise ModelLoadError(f"{source}: tensor {name} has no place in this model")
     return {name: tensors[name] for name in expected}

@@ -215,6 +215,25 @@ def test_gguf_of_the_other_byte_order_is_refused(quant: Quant, tmp_path: Path) -
             load(path)
 
 
+@pytest.mark.parametrize("length", [2**20, 2**40, 2**64 - 1])
+@pytest.mark.parametrize("key", ["tokenizer.ggml.token_type", "tokenizer.ggml.tokens", "tokenizer.ggml.merges"])
+def test_length_that_the_file_does_not_have_is_refused(key: str, length: int, tmp_path: Path) -> None:
+    """Rather than read on behind the end until memory is full."""
+    path = write_gguf(TIED, tmp_path / "model.gguf")
+    content = bytearray(path.read_bytes())
+    at = content.index(key.encode() + b"\x09\0\0\0") + len(key) + 8  # behind the types of the field and of its items
+    content[at : at + 8] = length.to_bytes(8, "little")
+    path.write_bytes(content)
+    with pytest.raises(ModelLoadError, match="is no whole GGUF file"):
+        load_model_files(path)
+
+
+def test_layers_that_the_file_does_not_have_are_not_counted_up(tmp_path: Path) -> None:
+    path = write_gguf(TIED, tmp_path / "model.gguf", metadata={"llama.block_count": 2**31})
+    with pytest.raises(ModelLoadError, match=r"tensor model\.layers\.2\.input_layernorm\.weight is missing"):
+        load_model_files(path)
+
+
 def test_metadata_that_is_no_text_is_named(tmp_path: Path) -> None:
     path = write_gguf(TIED, tmp_path / "model.gguf", metadata={"general.name": "a name"})
     path.write_bytes(path.read_bytes().replace(b"a name", b"\xff name"))
