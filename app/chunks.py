@@ -1,5 +1,6 @@
 """Answers of completions and chat: whole, or as a stream of chunks."""
 
+import asyncio
 import secrets
 from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
 from typing import Any, Protocol
@@ -38,13 +39,19 @@ async def respond(
     if is_streamed:
         return EventStream(chunk_events(run, writer, options), headers)
     answer = await while_connected(request.receive, _whole(run, writer))
-    return Response(dumped(answer), headers=headers, media_type="application/json")
+    return Response(answer, headers=headers, media_type="application/json")
 
 
-async def _whole(run: Run, writer: ChunkWriter) -> BaseModel:
+async def _whole(run: Run, writer: ChunkWriter) -> bytes:
     with run:
         outputs = await run.collect()
-    return writer.answer(outputs, run.totals())
+    totals = run.totals()
+
+    def write() -> bytes:
+        return dumped(writer.answer(outputs, totals))
+
+    # With log-probabilities an answer may have a hundred thousand entries, and everybody would wait for them.
+    return await asyncio.to_thread(write) if run.job.wants_logprobs else write()
 
 
 async def chunk_events(run: Run, writer: ChunkWriter, options: StreamOptions) -> AsyncGenerator[bytes, None]:

@@ -76,6 +76,12 @@ class Job:
         return self.n * len(self.prompts)
 
     @property
+    def wants_logprobs(self) -> bool:
+        """Of its outputs or of its prompts."""
+        params = self.requests[0].params
+        return params.num_logprobs is not None or params.num_prompt_logprobs is not None
+
+    @property
     def request_ids(self) -> list[str]:
         return [request_id for request in self.requests for request_id in family_ids(request)]
 

@@ -7,7 +7,9 @@ import threading
 from typing import Any
 
 import pytest
+from pydantic import BaseModel
 
+from app.schemas.base import dumped
 from core import Engine, InvariantViolation
 from core.step import ModelRunnerOutput, SchedulerOutput, count_only
 from tests.app.servers import in_process, make_engine
@@ -132,3 +134,23 @@ async def test_bc_084_while_a_prompt_is_cut_into_tokens_everybody_else_is_served
 
     assert text.endswith("data: [DONE]\n\n")
     assert [200, 200] == [probe.status_code, (await long).status_code]
+
+
+@pytest.mark.parametrize("asked", [{"logprobs": 2}, {"prompt_logprobs": 2}, {"echo": True, "logprobs": 0}])
+async def test_bc_084_nor_does_anybody_wait_while_many_log_probabilities_are_written_down(
+    serve: Serve, monkeypatch: pytest.MonkeyPatch, asked: dict[str, Any]
+):
+    """BC-084: a hundred thousand of them hold up the event loop for a second."""
+    server = await serve()
+    writers: list[threading.Thread] = []
+
+    def noting_dumped(answer: BaseModel) -> bytes:
+        writers.append(threading.current_thread())
+        return dumped(answer)
+
+    monkeypatch.setattr("app.chunks.dumped", noting_dumped)
+    answer = await server.complete(prompt="p", max_tokens=1, **asked)
+
+    assert 200 == answer.status_code
+    assert 1 == len(writers)
+    assert threading.main_thread() not in writers
