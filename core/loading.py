@@ -91,6 +91,12 @@ def _model_configs(config: EngineConfig) -> tuple[ModelConfig, ModelConfig | Non
 
 def _kv_memory(config: EngineConfig, model: ModelConfig, draft: ModelConfig | None, of: Numerics) -> KVMemory:
     models = [model, draft] if draft else [model]
+    weight_bytes, limit_bytes = sum(each.num_parameters for each in models) * of.weight_bytes, memory_limit_bytes()
+    if weight_bytes > limit_bytes:
+        raise ModelLoadError(
+            f"the weights of {config.model} take {weight_bytes:,} bytes as {of.dtype}, this machine's limit is"
+            f" {limit_bytes:,}"
+        )
     bytes_per_token = sum(each.kv_bytes_per_token(of.kv_bytes) for each in models)
     max_model_len = config.max_model_len or model.max_position_embeddings
     if max_model_len > model.max_position_embeddings:
@@ -107,10 +113,11 @@ def _kv_memory(config: EngineConfig, model: ModelConfig, draft: ModelConfig | No
     memory = KVMemory(
         bytes_per_token, config.block_size, num_blocks, min(max_model_len, num_blocks * config.block_size)
     )
-    if (config.num_kv_blocks or config.kv_cache_memory_bytes) and memory.num_bytes > memory_limit_bytes():
+    if (config.num_kv_blocks or config.kv_cache_memory_bytes) and memory.num_bytes > limit_bytes - weight_bytes:
         name = "num_kv_blocks" if config.num_kv_blocks else "kv_cache_memory_bytes"
         raise InvalidRequest(
-            f"{name} asks for {memory.num_bytes:,} bytes of KV cache, this machine's limit is {memory_limit_bytes():,}",
+            f"{name} asks for {memory.num_bytes:,} bytes of KV cache, this machine's limit is {limit_bytes:,}, of which"
+            f" the weights take {weight_bytes:,}",
             name,
         )
     return memory

@@ -152,6 +152,14 @@ class ModelConfig:
             tie_word_embeddings=is_tied,
         )
 
+    @property
+    def num_parameters(self) -> int:
+        """Numbers in its weights."""
+        attention = 2 * (self.num_heads + self.num_kv_heads) * self.head_dim * self.hidden_size
+        layer = attention + 3 * self.intermediate_size * self.hidden_size + 2 * self.hidden_size
+        embeddings = (1 if self.tie_word_embeddings else 2) * self.vocab_size * self.hidden_size
+        return embeddings + self.num_layers * layer + self.hidden_size
+
     def kv_bytes_per_token(self, dtype_bytes: int = 4) -> int:
         """Bytes of keys and values that one token takes in all layers."""
         return 2 * self.num_layers * self.num_kv_heads * self.head_dim * dtype_bytes

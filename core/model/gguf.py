@@ -27,7 +27,13 @@ from numpy.typing import NDArray
 
 from core.errors import ModelLoadError
 from core.model.config import ModelConfig, RopeScaling
-from core.model.weights import LoadedWeights, check_tensors, read_safetensors, read_safetensors_metadata
+from core.model.weights import (
+    LoadedWeights,
+    check_fits,
+    check_tensors,
+    read_safetensors,
+    read_safetensors_metadata,
+)
 
 if TYPE_CHECKING:
     from gguf import GGUFReader, ReaderTensor
@@ -140,6 +146,7 @@ def write_cache(file: Path, write: Callable[[Path], object]) -> None:
 def _convert(path: Path) -> LoadedWeights:
     reader = open_gguf(path)
     config = _config(reader, path)
+    check_fits(sum(int(tensor.n_elements) for tensor in reader.tensors if tensor.tensor_type.name != "F32"), path)
     tensors = {}
     for tensor in reader.tensors:
         if tensor.name != _ROPE_FACTORS:

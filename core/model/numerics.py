@@ -56,6 +56,11 @@ class Numerics:
         """Of one number in the KV cache."""
         return 2 if self.kv_cache_dtype == "bfloat16" else 4
 
+    @property
+    def weight_bytes(self) -> int:
+        """Of one number in the weights."""
+        return {"float32": 4, "bfloat16": 2, "int8": 1}[self.dtype]
+
     def __str__(self) -> str:
         return f"{self.kernels}, {self.dtype} weights, {self.kv_cache_dtype} KV cache"
 

@@ -7,6 +7,7 @@ that a start costs no copy. Each tensor's shape is held to the config before any
 
 import json
 import logging
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -15,6 +16,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from core.config import memory_limit_bytes
 from core.errors import ModelLoadError
 from core.model.config import ModelConfig
 
@@ -68,7 +70,9 @@ def load_safetensors_dir(path: Path) -> LoadedWeights:
     """Load a directory as Hugging Face lays it out: config.json, and safetensors in one file or in shards."""
     config = load_model_config(path)
     tensors: dict[str, NDArray[np.float32]] = {}
-    for file in _safetensors_files(path):
+    files = _safetensors_files(path)
+    check_fits(sum(_num_converted(file) for file in files), path)
+    for file in files:
         tensors.update(read_safetensors(file))
     if config.tie_word_embeddings and _has_its_own_head(tensors):
         logger.warning("%s: lm_head.weight is not the embedding, so it is used, though the config ties the two", path)
@@ -149,6 +153,21 @@ def read_json(file: Path) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise ModelLoadError(f"{file} holds a {type(value).__name__}, expected an object")
     return value
+
+
+def check_fits(num_converted: int, source: Path) -> None:
+    """So many numbers become float32, all at once. Raises ModelLoadError where memory is too small for that."""
+    needed, limit = 4 * num_converted, memory_limit_bytes()
+    if needed > limit:
+        raise ModelLoadError(
+            f"{source}: to load its weights takes {needed:,} bytes of memory, this machine's limit is {limit:,}"
+        )
+
+
+def _num_converted(file: Path) -> int:
+    """Numbers in a file that are not mapped as they are."""
+    header, _ = _map_safetensors(file)
+    return sum(math.prod(entry["shape"]) for entry in header.values() if entry.get("dtype", "F32") != "F32")
 
 
 def _has_its_own_head(tensors: Mapping[str, NDArray[np.float32]]) -> bool:

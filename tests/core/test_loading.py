@@ -20,6 +20,7 @@ from tools.make_tiny_gguf import TinyModel, write_gguf, write_safetensors_dir
 TARGET, DRAFT = TinyModel(), TinyModel(seed=1, num_layers=1)
 VOCAB_SIZE = TARGET.tokenizer.get_vocab_size()
 # Keys and values of float32: layers x 2 x KV heads x head size x 4 bytes.
+WEIGHT_BYTES = 4 * sum(tensor.size for tensor in TARGET.weights().values())
 TARGET_BYTES, DRAFT_BYTES = 2 * 2 * 2 * 16 * 4, 1 * 2 * 2 * 16 * 4
 
 
@@ -78,8 +79,8 @@ def test_by_default_every_place_has_a_whole_context_if_the_share_of_memory_allow
 
     monkeypatch.setattr(loading, "memory_limit_bytes", lambda: 4 * 40 * 16 * TARGET_BYTES)  # a quarter is 40 blocks
     assert (40, 40 / 32) == (kv_memory(wanted).num_blocks, kv_memory(wanted).max_concurrency)
-    monkeypatch.setattr(loading, "memory_limit_bytes", lambda: 1)
-    assert 1 == kv_memory(wanted).num_blocks
+    monkeypatch.setattr(loading, "memory_limit_bytes", lambda: WEIGHT_BYTES)
+    assert WEIGHT_BYTES // 4 // (16 * TARGET_BYTES) == kv_memory(wanted).num_blocks
 
 
 def test_concurrency_counts_whole_blocks(models: Path):
@@ -192,6 +193,21 @@ def test_a_cache_beyond_the_machines_memory_is_refused_before_it_is_made(models:
     ) as refused:
         load_engine(config(models, **{name: 10**18}))
     assert name == refused.value.param
+
+
+def test_the_cache_has_what_the_weights_leave(models: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(loading, "memory_limit_bytes", lambda: WEIGHT_BYTES + 4 * 16 * TARGET_BYTES)
+
+    assert 4 == kv_memory(config(models, num_kv_blocks=4)).num_blocks
+    with pytest.raises(InvalidRequest, match=f"num_kv_blocks asks for .* of which the weights take {WEIGHT_BYTES:,}"):
+        kv_memory(config(models, num_kv_blocks=5))
+
+
+@pytest.mark.parametrize("model", ["target", "target.gguf"])
+def test_weights_beyond_the_machines_memory_are_refused(models: Path, model: str, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(loading, "memory_limit_bytes", lambda: WEIGHT_BYTES - 1)
+    with pytest.raises(ModelLoadError, match=f"the weights of .*{model} take {WEIGHT_BYTES:,} bytes as float32"):
+        load_engine(config(models, model=str(models / model), num_kv_blocks=4))
 
 
 def test_a_draft_of_another_vocabulary_is_refused(models: Path):

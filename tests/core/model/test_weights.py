@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from safetensors.numpy import load_file, save, save_file
 
 from core.errors import ModelLoadError
+from core.model import weights
 from core.model.config import rope_frequencies
 from core.model.weights import LoadedWeights, expected_shapes, load_model_config, load_model_files
 from tools.make_tiny_gguf import TinyModel, write_gguf, write_safetensors_dir
@@ -112,6 +113,31 @@ def test_quantized_gguf_holds_what_the_quantizer_kept(quant: Quant, tmp_path: Pa
 
     loaded = load_model_files(write_gguf(UNTIED, tmp_path / "model.gguf", quant=quant))
     assert_same_tensors({name: kept(value) for name, value in UNTIED.weights().items()}, loaded)
+
+
+def test_weights_that_cannot_be_held_are_refused_before_they_are_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is float32 in the file is mapped and takes none; the rest becomes float32, all of it."""
+    plain = [write_safetensors_dir(TIED, tmp_path / "f32"), write_gguf(TIED, tmp_path / "f32.gguf")]
+    halves = [write_safetensors_dir(TIED, tmp_path / "f16", dtype=np.float16, num_shards=2)]
+    halves += [write_gguf(TIED, tmp_path / "f16.gguf", quant=Quant.F16)]
+    num_bytes = 4 * sum(value.size for value in TIED.weights().values() if value.ndim > 1)  # norms stay in GGUF
+    monkeypatch.setattr(weights, "memory_limit_bytes", lambda: num_bytes - 1)
+
+    for path in plain:
+        assert_same_tensors(TIED.weights(), load_model_files(path))
+    for path in halves:
+        with pytest.raises(
+            ModelLoadError, match=rf"{path.name}: to load its weights takes .* limit is {num_bytes - 1:,}"
+        ):
+            load_model_files(path)
+
+
+def test_number_of_parameters_is_that_of_the_tensors(tmp_path: Path) -> None:
+    for model in (TIED, UNTIED):
+        config = load_model_config(write_gguf(model, tmp_path / "model.gguf"))
+        assert sum(value.size for value in model.weights().values()) == config.num_parameters
 
 
 def test_config_alone_equals_the_loaded_one(tmp_path: Path) -> None:
