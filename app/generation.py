@@ -204,7 +204,7 @@ def _prompt(engine: Engine, item: PromptItem, ask: Ask) -> Prompt:
     prompt = encode(engine, item, add_special_tokens=ask.add_special_tokens)
     if ask.max_prompt_tokens is not None:
         prompt = shortened(engine, prompt, ask.max_prompt_tokens)
-    return with_pieces(engine.tokenizer, prompt) if ask.echo else prompt
+    return with_pieces(engine.tokenizer, prompt, goes_on=ask.params.max_tokens != 0) if ask.echo else prompt
 
 
 def _checked(engine: Engine, ask: Ask, prompt: Prompt) -> SamplingParams:

@@ -100,12 +100,13 @@ def shortened(engine: Engine, prompt: Prompt, limit: int) -> Prompt:
     return prompt if len(prompt.token_ids) <= limit else Prompt(prompt.token_ids[-limit:], None)
 
 
-def with_pieces(tokenizer: Tokenizer, prompt: Prompt) -> Prompt:
+def with_pieces(tokenizer: Tokenizer, prompt: Prompt, *, goes_on: bool = False) -> Prompt:
     """The prompt with its tokens' texts. Special tokens that were written in the text are text, a BOS before it is not.
 
-    A tokenizer may change a text before it cuts it (and it is echoed as it was read).
+    Where the output `goes_on` from it, a character that it leaves open is the output's. A tokenizer may change a text
+    before it cuts it (and it is echoed as it was read).
     """
-    pieces = decode_pieces(tokenizer, prompt.token_ids)
+    pieces = decode_pieces(tokenizer, prompt.token_ids, goes_on=goes_on)
     if prompt.text is not None and "".join(pieces) != prompt.text:
         pieces = _as_written(tokenizer, prompt.token_ids, pieces, prompt.text) or pieces
     return replace(prompt, pieces=tuple(pieces))

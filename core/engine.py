@@ -181,7 +181,11 @@ class Engine:
             choice=choice,
             seed=params.seed if params.seed is not None else int(self._seeds.integers(2**63)),
             eos_token_ids=self._eos_token_ids,
-            decoder=IncrementalDetokenizer(script or self.tokenizer, shows_special=not params.skip_special_tokens),
+            decoder=IncrementalDetokenizer(
+                script or self.tokenizer,
+                shows_special=not params.skip_special_tokens,
+                behind=new.prompt_token_ids,
+            ),
             script=script,
             constraint=None if wanted is None else self._grammars.compile(wanted).constraint(),
             cache_salt=encode_salt(salt),

@@ -10,11 +10,13 @@ for a space. The latter two are run by the package `tokenizers`: see `core.token
 
 import codecs
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Protocol
 
 from core.errors import InvalidRequest
+
+MOST_OPEN_BYTES = 3  # of a character that is not finished
 
 
 class TokenSource(Protocol):
@@ -73,14 +75,24 @@ class IncrementalDetokenizer:
         at_start: the tokens begin a text (a prompt), rather than go on with one. Matters where
             `strips_leading_space`: a generated " Paris" keeps its space, a prompt's first word has none.
         shows_special: special tokens are text, too, by their names.
+        behind: what comes before. A character that it leaves open is gone on with, and shown whole.
     """
 
-    def __init__(self, tokenizer: TokenSource, *, at_start: bool = False, shows_special: bool = False) -> None:
+    def __init__(
+        self,
+        tokenizer: TokenSource,
+        *,
+        at_start: bool = False,
+        shows_special: bool = False,
+        behind: Sequence[int] = (),
+    ) -> None:
         self._tokenizer = tokenizer
         self._shows_special = shows_special
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self._strips_space = at_start and tokenizer.strips_leading_space
         self.is_open = False  # bytes of an unfinished character are held
+        for token_id in behind[-MOST_OPEN_BYTES:]:
+            self.decode(token_id)
 
     def decode(self, token_id: int) -> str:
         """Text that this token completes; '' while a character is still open."""
@@ -104,11 +116,14 @@ class IncrementalDetokenizer:
         return text
 
 
-def decode_pieces(tokenizer: Tokenizer, token_ids: Iterable[int]) -> list[str]:
-    """Text that each token of a whole sequence completes; the last has what is left of an open character."""
+def decode_pieces(tokenizer: Tokenizer, token_ids: Iterable[int], *, goes_on: bool = False) -> list[str]:
+    """Text that each token of a sequence completes.
+
+    The last has what is left of an open character, unless the text `goes_on`.
+    """
     detokenizer = IncrementalDetokenizer(tokenizer, at_start=True)
     pieces = [detokenizer.decode(token_id) for token_id in token_ids]
-    if rest := detokenizer.flush():
+    if not goes_on and (rest := detokenizer.flush()):
         pieces[-1] += rest
     return pieces
 

@@ -160,7 +160,6 @@ def lists_of(events: list[dict[str, Any]], index: int = 0) -> dict[str, list[Any
     [
         ("a€<|end|>b", ["a", "", "", "€", "<|end|>", "b"]),
         ([97, 226, 130, 172, 256, 98], ["a", "", "", "€", "", "b"]),
-        ([97, 226], ["a", "\ufffd"]),
     ],
 )
 async def test_echoed_tokens_are_listed_with_their_logprobs_and_join_to_the_text(

@@ -81,6 +81,11 @@ class TestIncrementalDetokenizer:
         assert REPLACEMENT == detokenizer.flush()
         assert (False, "") == (detokenizer.is_open, detokenizer.flush())
 
+    @pytest.mark.parametrize(("before", "text"), [(b"a\xf0\x9f", "😀"), (b"\xf0", "\ufffd"), (b"a", "\ufffd" * 2)])
+    def test_a_character_that_was_begun_before_is_gone_on_with(self, before: bytes, text: str) -> None:
+        detokenizer = IncrementalDetokenizer(ByteTokenizer(), behind=before)
+        assert text == "".join(detokenizer.decode(byte) for byte in b"\x98\x80") + detokenizer.flush()
+
     def test_bytes_that_can_be_no_character_do_not_block_what_follows(self) -> None:
         detokenizer = IncrementalDetokenizer(ByteTokenizer())
         assert REPLACEMENT + "a" == "".join(detokenizer.decode(byte) for byte in b"\xf0\x9fa")

@@ -174,6 +174,28 @@ async def test_an_end_token_or_a_stop_string_within_a_character_leaves_one_repla
     assert (f"a{REPLACEMENT}", "stop") == (stopped.text, stopped.finish_reason)
 
 
+@pytest.mark.parametrize("is_streamed", [False, True])
+async def test_a_character_that_the_prompt_leaves_open_is_gone_on_with(serve: Serve, is_streamed: bool):
+    """Of BC-002's kind: who goes on by token ids from where a budget cut gets the character, and not its halves."""
+    server = await serve()
+    cases = [
+        ([b"\x98", b"\x80", "!"], "😀!", 3),
+        ([b"\x98"], REPLACEMENT, 1),
+        (["x"], f"{REPLACEMENT}x", 1),
+        (["x"], REPLACEMENT, 0),
+    ]
+    for script, text, max_tokens in cases:
+        for echo in [False, True] if max_tokens else [True]:
+            body = {"prompt": [97, 0xF0, 0x9F], **scripted(*script), "max_tokens": max_tokens, "echo": echo}
+            response = await server.complete(**body, logprobs=0, stream=is_streamed)
+            events = response.text.split("\n\n")[:-2] if is_streamed else [f"data: {response.text}"]
+            choices = [choice for event in events for choice in json.loads(event[6:])["choices"]]
+
+            assert "a" * echo + text == "".join(choice["text"] for choice in choices)
+            assert all(choice["text"] == "".join(choice["logprobs"]["tokens"]) for choice in choices)
+            assert 3 * echo + max_tokens == sum(len(choice["logprobs"]["tokens"]) for choice in choices)
+
+
 # BC-004: whitespace lost between stream chunks
 
 SPACES = [
