@@ -8,6 +8,7 @@ is when the engine is stuck in a step and has to be left behind.
 
 import asyncio
 import logging
+import math
 import os
 import socket
 from types import FrameType
@@ -30,6 +31,7 @@ class Server(uvicorn.Server):
     """One server from `serve` to its end."""
 
     def __init__(self, app: FastAPI, settings: Settings) -> None:
+        is_endless = math.isinf(settings.shutdown_timeout)
         super().__init__(
             uvicorn.Config(
                 app,
@@ -45,7 +47,7 @@ class Server(uvicorn.Server):
                 ssl_keyfile=settings.ssl_keyfile,
                 ssl_ca_certs=str(settings.ssl_ca_certs) if settings.ssl_ca_certs else None,
                 ssl_cert_reqs=settings.ssl_cert_reqs,
-                timeout_graceful_shutdown=int(settings.shutdown_timeout + _LAST_WORDS_S),
+                timeout_graceful_shutdown=None if is_endless else int(settings.shutdown_timeout + _LAST_WORDS_S),
             )
         )
         self.exit_code = 0

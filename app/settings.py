@@ -241,6 +241,8 @@ class Settings(BaseSettings):
             return SpeculativeConfig() if self.model == EMBEDDED_MODEL else None
         try:
             value = json.loads(self.speculative_config)
+            if value is not None and not isinstance(value, dict):
+                raise ValueError("must be a JSON object or null")
             return None if value is None else SpeculativeConfig(**value)
         except (TypeError, ValueError) as error:  # InvalidRequest is a ValueError
             raise SettingsError(f"--speculative-config {self.speculative_config}: {error}") from error
@@ -263,6 +265,8 @@ def load_settings(flags: Mapping[str, Any]) -> Settings:
         _check_tls(settings)
         _check_tracing(settings)
         _ = settings.api_keys
+        if "" in settings.served_model_name:
+            raise SettingsError("--served-model-name: a name is empty")
     except ValidationError as error:
         raise SettingsError("; ".join(_describe(problem, flags) for problem in error.errors())) from error
     except InvalidRequest as error:

@@ -108,7 +108,7 @@ class Engine:
             swaps=self._cost.prefers_swap if config.preemption_mode == "auto" else always_swap,
         )
         self._num_drafts = config.speculative.num_speculative_tokens if config.speculative else 0
-        self._seeds = np.random.default_rng(config.seed)
+        self._seeds = np.random.default_rng(config.seed % 2**64)  # a seed may be negative, as a request's may
         self._gatherer = StatsGatherer(
             self.max_model_len, self._num_drafts, has_prefix_cache=config.enable_prefix_caching
         )

@@ -84,6 +84,10 @@ class BenchOptions:
             raise ValueError(f"--burstiness must be above 0, got {self.burstiness}")
         if self.burstiness != 1 and self.arrival not in (None, "gamma"):
             raise ValueError(f"--burstiness shapes gamma arrivals, not --arrival {self.arrival}")
+        if self.duration_s is not None and not math.isfinite(self.duration_s):
+            raise ValueError(
+                f"--duration must be finite, got {self.duration_s:g}; without it --num-prompts ends the run"
+            )
         if self.duration_s is not None and self.is_burst and self.num_prompts is None:
             raise ValueError("--duration needs --request-rate, --max-concurrency or --num-prompts to bound the load")
         if self.max_error_rate is not None and not 0 <= self.max_error_rate <= 1:

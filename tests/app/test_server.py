@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import math
 import signal
 import socket
 import ssl
@@ -85,6 +86,22 @@ def _until_refused(client: httpx.AsyncClient) -> None:
             socket.create_connection((client.base_url.host, client.base_url.port)).close()
         except ConnectionRefusedError:
             return
+
+
+async def test_streams_may_be_given_all_the_time_there_is():
+    gate = Gate()
+    gate.let_through(1)
+    async with serving(make_engine(gate), shutdown_timeout=math.inf) as (server, client, task), gate:
+        stream = asyncio.create_task(read(client))
+        await gate.until_arrived(2)
+        server.should_exit = True
+        gate.open()
+        text = await stream
+        await task
+
+    assert text.endswith("data: [DONE]\n\n")
+    assert "error" not in text
+    assert 0 == server.exit_code
 
 
 async def test_streams_that_do_not_end_in_time_are_told():

@@ -180,6 +180,7 @@ def test_a_server_that_is_not_there_is_said_so():
         (["--dataset-name", "random", "--prompt", "a"], "excludes"),
         (["--metric-percentiles", "50,high"], "high"),
         (["--goodput", "ttft:nan"], "must not be below 0"),
+        (["--duration", "inf", "--request-rate", "5"], "--duration must be finite"),
         (["--goodput", "ttft:-1"], "must not be below 0"),
         (["--base-url", "localhost:8000"], "--base-url must be like http://HOST:PORT"),
         (["--base-url", "http://localhost:99999"], "Port out of range"),
