@@ -7,12 +7,12 @@ fault (roles out of order, say), so it is 400 with the template's own words.
 import json
 import uuid
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from datetime import datetime
+from itertools import takewhile
 from typing import Any, NoReturn
 
 from app.drafts import joined_text
-from app.hermes import in_words
+from app.hermes import in_words, to_json
 from app.schemas.chat import ChatMessage, ToolCall
 from core import InvalidRequest
 
@@ -32,12 +32,13 @@ class ChatTemplate:
             lstrip_blocks=True,
             extensions=["jinja2.ext.loopcontrols", "app.generation_tag.GenerationTag"],
         )
-        environment.filters["tojson"] = _to_json
+        environment.filters["tojson"] = to_json  # jinja2's own escapes for HTML
         environment.globals["raise_exception"] = _raise_exception
         environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
         try:
             self._template = environment.from_string(source)
             self._knows_tools = "tools" in meta.find_undeclared_variables(environment.parse(source))
+            self._knows_developers = "developer" in source
         except TemplateSyntaxError as error:  # its text has further lines, with the source
             raise InvalidRequest(
                 f"the chat template is broken: line {error.lineno}: {error.message}", "messages"
@@ -57,8 +58,6 @@ class ChatTemplate:
         Raises:
             InvalidRequest: with what the template complains of, or with a variable that is not the caller's to set.
         """
-        from jinja2 import TemplateError
-
         ours = {
             "messages": messages,
             "add_generation_prompt": add_generation_prompt,
@@ -69,12 +68,13 @@ class ChatTemplate:
             raise InvalidRequest(f"chat_template_kwargs may not set {taken[0]}", "chat_template_kwargs")
         try:
             return self._template.render({**(variables or {}), **ours})
-        except (TemplateError, TypeError, ValueError, LookupError, AttributeError) as error:
+        except Exception as error:  # a template is a program: it may divide by zero, or call itself for ever
             raise InvalidRequest(f"the chat template refuses the messages: {error}", "messages") from error
 
     def worded(self, messages: list[dict[str, Any]], tools: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-        """The messages to render: with tools and calls put into words where the template knows none."""
-        return messages if self._knows_tools else in_words(messages, tools)
+        """The messages to render: what the template does not know is said in what templates know."""
+        known = messages if self._knows_developers else _without_developers(messages)
+        return known if self._knows_tools else in_words(known, tools)
 
 
 def _raise_exception(message: str) -> NoReturn:
@@ -83,15 +83,17 @@ def _raise_exception(message: str) -> NoReturn:
     raise TemplateError(message)
 
 
-def _to_json(
-    value: Any,
-    ensure_ascii: bool = False,
-    indent: int | None = None,
-    separators: tuple[str, str] | None = None,
-    sort_keys: bool = False,
-) -> str:
-    """JSON as it is: jinja2's own filter escapes for HTML, which models were not trained on. Options: transformers'."""
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+def _without_developers(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """A developer's messages as the system's, which they are the newer name of; all that come first are one."""
+    if not any(message["role"] == "developer" for message in messages):
+        return messages
+    renamed = [{**message, "role": "system"} if message["role"] == "developer" else message for message in messages]
+    first = list(takewhile(lambda message: message["role"] == "system", renamed))
+    if len(first) < 2:
+        return renamed
+    # Templates that take a system message at all take one, at the beginning.
+    joined = {**first[0], "content": "\n\n".join(message["content"] for message in first)}
+    return [joined, *renamed[len(first) :]]
 
 
 def render_prompt(
@@ -112,15 +114,19 @@ def render_prompt(
             "continue_final_message needs add_generation_prompt false and a last message of the assistant",
             "continue_final_message",
         )
+    if plain[-1].get("tool_calls"):
+        raise InvalidRequest("a last message that has tool_calls is closed by them", "continue_final_message")
     # Whatever the template puts behind the last message closes it, so it goes. It is found by a mark that is nowhere
     # else: the message's own text may occur in what closes it, as "end" does in <|im_end|>.
-    last, mark = plain[-1]["content"].rstrip(), uuid.uuid4().hex
-    plain[-1]["content"] = last + mark
+    content, mark = plain[-1]["content"], uuid.uuid4().hex
+    text = content.rstrip()
+    blank = content[len(text) :]  # stays if the template lets it: some trim what is said
+    plain[-1]["content"] = text + mark + blank
     closed = template.render(plain, tools=tools, add_generation_prompt=False, variables=variables)
-    text, found, _ = closed.rpartition(mark)
-    if not found or not text.endswith(last):
+    prompt, found, behind = closed.rpartition(mark)
+    if not found or not prompt.endswith(text.lstrip()):
         raise InvalidRequest("the chat template does not keep the last message as it is", "continue_final_message")
-    return text
+    return prompt + blank if behind.startswith(blank) else prompt
 
 
 def _plain(message: ChatMessage, number: int) -> dict[str, Any]:
@@ -140,9 +146,33 @@ def _plain(message: ChatMessage, number: int) -> dict[str, Any]:
 
 
 def _plain_call(call: ToolCall) -> dict[str, Any]:
-    """A call as templates take it, its arguments an object: they write JSON themselves."""
-    arguments: Any = call.function.arguments
-    with suppress(ValueError, RecursionError):  # a call that was cut by the limit stays the text that it is
-        arguments = json.loads(arguments)
-    function = {"name": call.function.name, "arguments": arguments}
+    function = {"name": call.function.name, "arguments": _arguments(call.function.arguments)}
     return {"id": call.id, "type": call.type, "function": function}
+
+
+def _arguments(text: str) -> Any:
+    """A call's arguments as templates take them: an object, or the text of a call that was cut by the limit."""
+    try:
+        value = json.loads(text) if text.strip() else None
+    except (ValueError, RecursionError):
+        return text
+    if value is None:  # of a function without parameters many models write nothing
+        return _Arguments({}, "{}")
+    return _Arguments(value, text) if isinstance(value, dict) else value
+
+
+class _Arguments(dict[str, Any]):
+    """Most templates write JSON of the object themselves or walk over it; some print or add it as the text it was."""
+
+    def __init__(self, value: Mapping[str, Any], text: str) -> None:
+        super().__init__(value)
+        self._text = text
+
+    def __str__(self) -> str:
+        return self._text
+
+    def __add__(self, other: str) -> str:
+        return self._text + other
+
+    def __radd__(self, other: str) -> str:
+        return other + self._text

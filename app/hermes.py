@@ -49,8 +49,23 @@ def in_words(messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str,
     return _introduced(worded, tools) if tools else worded
 
 
+def to_json(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    """JSON with characters as they are, as models were trained on it; half of a surrogate pair stays an escape.
+
+    As a filter of chat templates it takes what transformers' takes.
+    """
+    text = json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+    return text.encode("utf-8", "backslashreplace").decode()
+
+
 def _introduced(messages: list[dict[str, Any]], tools: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    text = _INTRODUCTION.format(tools="\n".join(json.dumps(tool, ensure_ascii=False) for tool in tools))
+    text = _INTRODUCTION.format(tools="\n".join(map(to_json, tools)))
     if messages and messages[0]["role"] in ("system", "developer"):
         first, *rest = messages
         return [{**first, "content": f"{first['content']}\n\n{text}".lstrip("\n")}, *rest]
@@ -60,7 +75,7 @@ def _introduced(messages: list[dict[str, Any]], tools: Sequence[Mapping[str, Any
 def _with_calls(message: Mapping[str, Any]) -> dict[str, Any]:
     calls = [call["function"] for call in message.get("tool_calls") or ()]
     plain = {name: value for name, value in message.items() if name != "tool_calls"}
-    texts = [f"{OPEN}\n{json.dumps(call, ensure_ascii=False)}\n{CLOSE}" for call in calls]
+    texts = [f"{OPEN}\n{to_json(call)}\n{CLOSE}" for call in calls]
     return {**plain, "content": "\n".join(filter(None, [message["content"], *texts]))}
 
 
@@ -273,7 +288,7 @@ def _decode(text: str, names: Collection[str]) -> tuple[str, str] | None:
         return None
     if match := _HEADER.match(text):
         return name, text[match.end() : json.JSONDecoder().raw_decode(text, match.end())[1]]
-    return name, json.dumps(arguments, ensure_ascii=False)
+    return name, to_json(arguments)
 
 
 def _refuse(constant: str) -> NoReturn:

@@ -68,6 +68,24 @@ def test_a_message_to_continue_is_cut_behind_its_text_whatever_the_text_is(conte
     assert f"<|im_start|>assistant\n{content}" == render(chatml, ("assistant", f"{content} "), **options)
 
 
+@pytest.mark.parametrize(
+    ("content", "kept", "trimmed"),
+    [("Hello ", "Hello ", "Hello"), ("```\n", "```\n", "```"), (" \nHello", " \nHello", "Hello"), (" ", " ", "")],
+)
+def test_white_space_around_a_message_to_continue_is_the_templates_affair(content: str, kept: str, trimmed: str):
+    options = {"add_generation_prompt": False, "continue_final_message": True}
+
+    assert f"assistant: {kept}" == render(CHAT_TEMPLATE, ("assistant", content), **options)
+    trimming = "{% for m in messages %}{{ m.role }}: {{ m.content | trim }}<|eot|>{% endfor %}"
+    assert f"assistant: {trimmed}" == render(trimming, ("assistant", content), **options)
+
+
+def test_a_message_that_calls_is_not_continued_before_its_calls():
+    source = "{% for m in messages %}{{ m.content }}{{ m.tool_calls }}{% endfor %}{{ tools }}"
+    with pytest.raises(InvalidRequest, match="tool_calls"):
+        render_messages(source, [CALLED], add_generation_prompt=False, continue_final_message=True)
+
+
 @pytest.mark.parametrize("source", ["{{ messages[0].content | upper }}", "{{ messages[0].role }}"])
 def test_a_message_that_the_template_changes_cannot_be_continued(source: str):
     with pytest.raises(InvalidRequest, match="does not keep the last message"):
@@ -81,8 +99,6 @@ def test_templates_have_the_helpers_they_expect():
         "{% for c in 'abc' %}{% if c == 'c' %}{% break %}{% endif %}{{ c }}{% endfor %}", ("user", "")
     )
     assert "a" == render("  {% if true %}\na{% endif %}", ("user", ""))
-    options = "separators=(',', ':'), sort_keys=true, ensure_ascii=true"
-    assert r'{"a":"\u00e9","b":1}' == render("{{ {'b': 1, 'a': 'é'} | tojson(" + options + ") }}", ("user", ""))
 
 
 def test_what_the_assistant_says_may_be_marked_as_its_own():
@@ -95,6 +111,19 @@ def test_what_the_assistant_says_may_be_marked_as_its_own():
 
 
 @pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ("ensure_ascii=False", '{"é": 1, "a": [2]}'),
+        ("ensure_ascii=True", '{"\\u00e9": 1, "a": [2]}'),
+        ("separators=(',', ':'), sort_keys=True", '{"a":[2],"é":1}'),
+        ("indent=1", '{\n "é": 1,\n "a": [\n  2\n ]\n}'),
+    ],
+)
+def test_templates_write_json_with_the_options_of_transformers(options: str, text: str):
+    assert text == render(f"{{{{ {{'é': 1, 'a': [2]}} | tojson({options}) }}}}", ("user", ""))
+
+
+@pytest.mark.parametrize(
     "source",
     [
         "{{ raise_exception('roles must alternate') }}",
@@ -102,6 +131,9 @@ def test_what_the_assistant_says_may_be_marked_as_its_own():
         "{{ 1 + 'a' }}",
         "{{ ''.__class__.__mro__ }}",
         "{{ messages.append(1) }}",
+        "{{ 1 / (messages | length - 1) }}",
+        "{% for i in range(1000000) %}{% endfor %}",
+        "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}",
     ],
 )
 def test_what_a_template_refuses_is_the_requests_fault(source: str):
@@ -146,6 +178,56 @@ def test_a_call_that_was_cut_goes_back_as_the_text_that_it_is():
     source = "{{ tools }}{{ messages[0].tool_calls[0].function.arguments }}"
 
     assert 'None{"a": ' == render_messages(source, [{"role": "assistant", "tool_calls": [call]}])
+
+
+@pytest.mark.parametrize(
+    ("written", "as_text", "as_object"),
+    [
+        ('{"a":1}', '{"a":1}', '{"a": 1}a'),
+        ("", "{}", "{}"),
+        (" \n", "{}", "{}"),
+        ("null", "{}", "{}"),
+        ('{"é": "\\ud800"}', '{"é": "\\ud800"}', '{"é": "\\ud800"}é'),
+    ],
+)
+def test_arguments_are_what_the_template_takes_them_for(written: str, as_text: str, as_object: str):
+    """JSON where they are printed or added, never Python; an object where they are written or walked over."""
+    called = {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": written}}]}
+    given = "{% set a = messages[0].tool_calls[0].function.arguments %}{% if tools %}{% endif %}"
+
+    for text in ("{{ a }}", "{{ '' + a }}", "{{ a + '' }}", "{{ '' ~ a }}"):
+        assert as_text == render_messages(given + text, [called])
+    assert as_object == render_messages(
+        given + "{{ a | tojson }}{% for k, v in a.items() %}{{ k }}{% endfor %}", [called]
+    )
+
+
+SYSTEM_FIRST = (
+    "{% for m in messages %}{% if m.role == 'system' and not loop.first %}{{ raise_exception('system first') }}"
+    "{% elif m.role not in ('system', 'user') %}{{ raise_exception('Unexpected role') }}{% endif %}"
+    "{{ m.role }}:{{ m.content }};{% endfor %}"
+)
+
+
+@pytest.mark.parametrize(
+    ("roles", "text"),
+    [
+        (["developer", "user"], "system:0;user:1;"),
+        (["system", "developer", "user"], "system:0\n\n1;user:2;"),
+        (["developer", "system", "developer", "user"], "system:0\n\n1\n\n2;user:3;"),
+    ],
+)
+def test_where_a_template_knows_no_developer_it_is_the_system(roles: list[str], text: str):
+    messages = [(role, str(number)) for number, role in enumerate(roles)]
+
+    assert text == render(SYSTEM_FIRST, *messages)
+    knowing = "{% for m in messages %}{{ m.role }}{% if m.role == 'developer' %}!{% endif %}{% endfor %}"
+    assert "".join(f"{role}!" if role == "developer" else role for role in roles) == render(knowing, *messages)
+
+
+def test_several_messages_of_the_system_are_left_to_the_template():
+    with pytest.raises(InvalidRequest, match="system first"):
+        render(SYSTEM_FIRST, ("system", "a"), ("system", "b"))
 
 
 def test_the_legacy_form_of_calls_is_refused():
