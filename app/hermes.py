@@ -32,6 +32,7 @@ For each function call, return a json object with function name and arguments wi
 {{"name": <function-name>, "arguments": <args-json-object>}}
 </tool_call>"""
 _HEADER = re.compile(r'\s*\{\s*"name"\s*:\s*"([^"\\]*)"\s*,\s*"arguments"\s*:\s*(?=\{)')
+_MEMBER = re.compile(r'[\s,]*("(?:[^"\\]|\\.)*")\s*:\s*')
 
 
 def in_words(messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
@@ -150,17 +151,11 @@ class CallReader:
             if not self._is_parallel:
                 self._buffer = ""
                 return None
-            self._buffer = self._buffer.lstrip()
+            while (rest := self._buffer.lstrip().removeprefix(CLOSE)) != self._buffer:
+                self._buffer = rest
             if CLOSE.startswith(self._buffer):  # the empty text too
-                return self._skip_close()
-            self._buffer = self._buffer.removeprefix(CLOSE).lstrip()
+                return None
         return self._step_in_text()
-
-    def _skip_close(self) -> list[Part] | None:
-        if self._buffer != CLOSE:
-            return None
-        self._buffer = ""
-        return []
 
     def _step_in_text(self) -> list[Part] | None:
         before, tag, behind = self._buffer.partition(OPEN)
@@ -278,17 +273,29 @@ def _certain(text: str) -> str:
 
 
 def _decode(text: str, names: Collection[str]) -> tuple[str, str] | None:
-    """Name and arguments of a whole call, the latter as they stand where that is clear; None if it is none."""
+    """Name and arguments of a whole call, the latter to the letter; None if it is none."""
     try:
-        call = json.loads(text, parse_constant=_refuse)
+        members = _members(text)
     except (ValueError, RecursionError):
         return None
-    name, arguments = (call.get("name"), call.get("arguments", {})) if isinstance(call, dict) else (None, None)
-    if not isinstance(name, str) or name not in names or not isinstance(arguments, dict):
+    name, _ = members.get("name", (None, ""))
+    arguments, written = members.get("arguments") or members.get("parameters") or (None, "")
+    if not isinstance(name, str) or name not in names:
         return None
-    if match := _HEADER.match(text):
-        return name, text[match.end() : json.JSONDecoder().raw_decode(text, match.end())[1]]
-    return name, to_json(arguments)
+    if arguments is None:  # so models call functions that have no parameters
+        return name, "{}"
+    return (name, written) if isinstance(arguments, dict) else None
+
+
+def _members(text: str) -> dict[str, tuple[Any, str]]:
+    """An object's values, each with the text that it was read from; of one name the first. Raises what json raises."""
+    json.loads(text, parse_constant=_refuse)
+    decoder, position = json.JSONDecoder(), text.index("{") + 1
+    members: dict[str, tuple[Any, str]] = {}
+    while match := _MEMBER.match(text, position):
+        value, position = decoder.raw_decode(text, match.end())
+        members.setdefault(json.loads(match[1]), (value, text[match.end() : position]))
+    return members
 
 
 def _refuse(constant: str) -> NoReturn:

@@ -57,8 +57,16 @@ def answer(*pieces: str, **options: Any) -> tuple[str, list[tuple[str, str]]]:
         ),
         ('<tool_call>{"name":"f","arguments":{"a":"\\"}"}}</tool_call>', "", [("f", '{"a":"\\"}"}')]),
         # unusual, but clear
-        ('<tool_call>{"arguments": {"a":1}, "name": "g"}</tool_call>', "", [("g", '{"a": 1}')]),
+        ('<tool_call>{"arguments": {"a":1}, "name": "g"}</tool_call>', "", [("g", '{"a":1}')]),
         ('<tool_call>{"name": "g"}</tool_call>', "", [("g", "{}")]),
+        ('<tool_call>{"name": "g", "arguments": null}</tool_call>', "", [("g", "{}")]),
+        ('<tool_call>{"name": "g", "parameters": {"a": [1]}}</tool_call>', "", [("g", '{"a": [1]}')]),
+        # what Python would write otherwise: as no JSON, or as nothing that has bytes
+        (r'<tool_call>{"arguments": {"a": "\ud800"}, "name": "g"}</tool_call>', "", [("g", r'{"a": "\ud800"}')]),
+        ('<tool_call>{"arguments": {"a": 1e999}, "name": "g"}</tool_call>', "", [("g", '{"a": 1e999}')]),
+        # a tag too many
+        (f"<tool_call>{F}</tool_call></tool_call> b", "b", [("f", F_ARGUMENTS)]),
+        (f"<tool_call><tool_call>{F}</tool_call>\n</tool_call>", "<tool_call>", [("f", F_ARGUMENTS)]),
         ('<tool_call>{"name": "g", "arguments": {"a":1}, "id": 3}</tool_call>', "", [("g", '{"a":1}')]),
         ('<tool_call>{"name": "g", "arguments": {"a":1}, "x": {"y": 2}}</tool_call>', "", [("g", '{"a":1}')]),
     ],
@@ -185,12 +193,31 @@ def test_text_without_a_call_comes_out_to_the_letter_in_whatever_pieces(bits: li
     assert (text, []) == answer(*cut(text, sizes))
 
 
+G1 = call('{"name": "g", "arguments": {"b": [1, "x"]}}')
+MORE_BITS = [
+    *BITS,
+    F1,
+    G1,
+    f"<tool_call>{F}",
+    call('{"name": "f"}'),
+    "</tool_call>",
+    '{"name": "f", "arguments": ',
+    "{}}",
+]
+
+
+@given(st.lists(st.sampled_from(MORE_BITS), max_size=8), SIZES, st.booleans())
+def test_pieces_do_not_matter_to_who_takes_only_whole_calls(bits: list[str], sizes: list[int], is_parallel: bool):
+    text, options = "".join(bits), {"announces_early": False, "is_parallel": is_parallel}
+
+    assert answer(text, **options) == answer(*cut(text, sizes), **options)
+
+
 SCHEMAS: dict[str, Any] = {
     "f": {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"], "additionalProperties": False},
     "g": {"type": "object"},
 }
 TRUE = call('{"name": "f", "arguments": {"a": true}}')
-G1 = call('{"name": "g", "arguments": {"b": [1, "x"]}}')
 
 
 @pytest.mark.parametrize(
