@@ -5,7 +5,7 @@ be learnt and tested (`docs/lab.md`). The server runs on these very classes.
 """
 
 from core.config import EMBEDDED_MODEL, EngineConfig, SpeculativeConfig
-from core.decoding.constraints import lark_json
+from core.decoding.json_schemas import lark_json
 from core.decoding.speculative import speculative_accept
 from core.engine import Engine
 from core.errors import (

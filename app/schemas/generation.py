@@ -1,6 +1,7 @@
 """What completions and chat have in common, in what is asked and in what is answered."""
 
-from typing import Annotated, Any, Literal
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, Field, WithJsonSchema
 
@@ -52,6 +53,9 @@ class JsonSchemaFormat(StrictModel):
 
 
 class ResponseFormat(StrictModel):
+    # Others' ways to give a form; ignored, any JSON would seem to be what was asked for.
+    unsupported_fields: ClassVar[Mapping[str, tuple[Any, ...]]] = {"schema": (), "grammar": (), "pattern": ()}
+
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchemaFormat | None = None
 

@@ -12,11 +12,12 @@ since drafts were refused or a sibling went another way, gets what a new one wou
 import json
 import re
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING, Any
 
 from core.decoding.grammar_trial import TokenTable, Trial, compile_grammar, make_bridge
+from core.decoding.json_schemas import check_regex, lark_json, refusal
 from core.errors import InvalidRequest, NothingAllowed
 from core.sampling_params import StructuredOutput
 from core.tokenizer import Tokenizer
@@ -27,14 +28,7 @@ if TYPE_CHECKING:
 MAX_COMPILED = 128  # grammars kept for the next request that asks for the same
 MAX_KEPT_MASKS = 64  # per request: more than a step's drafts, of which draft model and target both ask
 MAX_GRAMMAR_BYTES = 2**16
-MAX_SCHEMA_DEPTH = 64  # levels of JSON
 MAX_ERROR_LENGTH = 400
-
-# One space may follow a comma or a colon, none stand elsewhere: a model that likes blanks cannot write them for ever.
-_JSON_FORM = {"whitespace_flexible": False, "item_separator": ", ?", "key_separator": ": ?"}
-
-# Of a schema's keys, those whose values are data, in which nothing means anything.
-_DATA_KEYS = {"const", "enum", "default", "examples"}
 
 
 class Grammar:
@@ -188,65 +182,41 @@ def lark_of(wanted: StructuredOutput) -> str:
     _check_text(wanted.kind, value if isinstance(value, str) else "".join(value))
     if wanted.kind == "choice":
         if not value:
-            raise _refusal("choice is an empty list")
-        return f"start: {' | '.join(json.dumps(choice, ensure_ascii=False) for choice in value)}"
+            raise refusal("choice is an empty list")
+        return f"start: {' | '.join(map(_quoted, value))}"
     assert isinstance(value, str)
     if wanted.kind == "grammar":
         return value
     if wanted.kind == "regex":
+        check_regex("regex", value)
         return f"start: /{regex_to_lark(value, '')}/"
     return f"start: {lark_json({'type': 'object'} if wanted.kind == 'json_object' else _schema(value))}"
 
 
-def lark_json(schema: Mapping[str, Any]) -> str:
-    """JSON of a schema as a term of a grammar, in the one form that we let models write.
-
-    Raises:
-        InvalidRequest: it passes our limits, or asks for what llguidance only seems to honour.
-    """
-    if "draft-03" in str(schema.get("$schema")):
-        raise _refusal("json_schema is of draft 3, which is not supported")
-    _check_part(schema, depth=1)
-    return f"%json {json.dumps({**schema, 'x-guidance': _JSON_FORM})}"
+def _quoted(text: str) -> str:
+    """A text as Lark has it: as JSON has it, but for DEL."""
+    return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")
 
 
 def _check_text(kind: str, text: str) -> None:
     try:
         num_bytes = len(text.encode())
     except UnicodeEncodeError as error:
-        raise _refusal(f"{kind} holds half of a surrogate pair, which is no character") from error
+        raise refusal(f"{kind} holds half of a surrogate pair, which is no character") from error
     if num_bytes > MAX_GRAMMAR_BYTES:
-        raise _refusal(f"{kind} has {num_bytes} bytes, limit is {MAX_GRAMMAR_BYTES}")
+        raise refusal(f"{kind} has {num_bytes} bytes, limit is {MAX_GRAMMAR_BYTES}")
 
 
 def _schema(text: str) -> dict[str, Any]:
     try:
         schema = json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise _refusal(f"json_schema cannot be read: {error}") from error
+        raise refusal(f"json_schema cannot be read: {error}") from error
     if schema is True:
         return {}
     if not isinstance(schema, dict):
-        raise _refusal("json_schema must be an object")
+        raise refusal("json_schema must be an object")
     return schema
-
-
-def _check_part(part: Any, *, depth: int) -> None:
-    """A schema, or what is in one."""
-    if depth > MAX_SCHEMA_DEPTH:
-        raise _refusal(f"json_schema is nested more than {MAX_SCHEMA_DEPTH} deep")
-    if isinstance(part, Mapping):
-        least, required = part.get("minProperties"), part.get("required")
-        # Keys of a map are not kept apart, so two of them may be one.
-        if isinstance(least, int) and least > 1 + (len(required) if isinstance(required, list) else 0):
-            raise _refusal(f"json_schema has minProperties {least}, supported is 1 more than are required by name")
-    for key, value in part.items() if isinstance(part, Mapping) else enumerate(part):
-        if isinstance(value, dict | list) and key not in _DATA_KEYS:
-            _check_part(value, depth=depth + 1)
-
-
-def _refusal(message: str) -> InvalidRequest:
-    return InvalidRequest(message, "structured_output")
 
 
 def _readable(error: str, wanted: StructuredOutput) -> str:

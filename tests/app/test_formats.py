@@ -100,6 +100,7 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
     (schema_format(False), "response_format", "object"),
     (schema_format(PERSON, name="a b"), "response_format", "name"),
     ({"response_format": {"type": "json_schema"}}, "response_format", "needs json_schema"),
+    ({"response_format": {"type": "json_object", "schema": PERSON}}, "schema", "not supported"),
     ({"response_format": {"type": "xml"}}, "response_format", "json_object"),
     ({"response_format": "json"}, "response_format", "object"),
     ({"structured_outputs": {}}, "structured_outputs", "0 forms"),
