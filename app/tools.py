@@ -95,8 +95,11 @@ class ToolUse:
         return self._reader(announces_early=True)
 
     def parts(self, text: str, reason: FinishReason) -> list[Part]:
-        """A whole choice's: a call that is not there as a whole counts only where the limit cut it."""
-        reader = self._reader(announces_early=reason == "length")
+        """A whole choice's: a call that is not there as a whole counts only where something cut it.
+
+        That is the limit; or, where the output was held to calls, a stop.
+        """
+        reader = self._reader(announces_early=reason == "length" or bool(self._enforced()))
         return [*reader.feed(text), *reader.finish()]
 
     def _reader(self, *, announces_early: bool) -> PartReader:
@@ -131,7 +134,7 @@ def _check(tools: Sequence[Tool]) -> None:
         if names.index(tool.function.name) != number:
             raise InvalidRequest(f"tools has two functions of the name {tool.function.name!r}", "tools")
         kind = (tool.function.parameters or ANY_OBJECT).get("type", "object")
-        if kind != "object":
+        if kind != "object" and not (isinstance(kind, list) and "object" in kind):
             raise InvalidRequest(
                 f"tools[{number}].function.parameters has the type {str(kind)[:32]!r}, arguments are an object", "tools"
             )

@@ -30,7 +30,8 @@ class ChatMessage(StrictModel):
     tool_call_id: str | None = None
 
 
-FunctionName = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_-]{1,64}$")]
+# OpenAI takes 64 characters, Anthropic 128.
+FunctionName = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_-]{1,128}$")]
 
 
 class FunctionDefinition(StrictModel):

@@ -118,5 +118,6 @@ def _with_open_bounds(part: Mapping[str, Any]) -> Mapping[str, Any]:
 def _number(part: Mapping[str, Any], key: str) -> float | None:
     """A finite number; in draft 4 exclusive bounds are true or false."""
     value = part.get(key)
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    return value if is_number and (isinstance(value, int) or math.isfinite(value)) else None
+    if not isinstance(value, int | float) or isinstance(value, bool):
+        return None
+    return value if isinstance(value, int) or math.isfinite(value) else None

@@ -102,6 +102,25 @@ async def test_a_call_that_the_limit_cuts_ends_with_length():
     assert {**whole, "content": ""} == streamed
 
 
+@pytest.mark.parametrize("choice", ["required", "auto"])
+async def test_a_call_that_a_stop_cuts_is_the_same_whole_and_streamed_where_calls_are_held_to_schemas(choice: str):
+    asked = {"messages": HELLO, "tools": [tool("f", strict=True)], "tool_choice": choice, "script": CALL, "stop": ": 1"}
+    async with with_room() as server:
+        whole = plain((await server.chat(**asked)).json())
+        streamed = assemble(chunks(await server.chat(**asked, stream=True)))
+
+    assert (
+        ([("f", '{"a"')], "tool_calls") == (whole["calls"], whole["reason"]) == (streamed["calls"], streamed["reason"])
+    )
+
+
+@pytest.mark.parametrize("kind", [["object", "null"], ["object"]])
+async def test_parameters_that_may_be_an_object_are_one(kind: list[str]):
+    asked = {"messages": HELLO, "tools": [tool("f", parameters={"type": kind})], "tool_choice": FORCED}
+    async with with_room() as server:
+        assert 200 == (await server.chat(**asked, script=["{}"])).status_code
+
+
 @pytest.mark.parametrize("inside", ['{"name": "f", "arguments": {bad', '{"name": "f", "arguments": {"a": 1'])
 async def test_a_call_that_the_model_left_unfinished_is_none_where_the_whole_is_known(inside: str):
     async with with_room() as server:
@@ -303,7 +322,7 @@ def test_a_form_and_calls_that_exclude_each_other_are_refused(choice: Any, form:
         ({"tools": [{"type": "web_search"}]}, "tools"),
         ({"tools": [tool("")]}, "tools"),
         ({"tools": [tool("with space")]}, "tools"),
-        ({"tools": [tool("x" * 65)]}, "tools"),
+        ({"tools": [tool("x" * 129)]}, "tools"),
         ({"tools": [tool(parameters=[])]}, "tools"),
         ({"tools": [tool(), tool()]}, "tools"),
         ({"tools": [tool(str(i)) for i in range(129)]}, "tools"),

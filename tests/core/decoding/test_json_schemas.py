@@ -27,7 +27,7 @@ def takes(schema: dict[str, Any], text: str) -> bool:
         # An open bound that is whole, beside one less than 1 away.
         ({"type": "number", "exclusiveMinimum": 0, "maximum": 0.5}, ["0.5", "0.25"], ["0", "0.0", "-0", "0.51"]),
         ({"type": "number", "minimum": -1, "exclusiveMinimum": -1, "exclusiveMaximum": -0.5}, ["-0.6"], ["-1", "-0.5"]),
-        ({"type": "number", "minimum": 1.5, "exclusiveMaximum": 2}, ["1.5", "1.99"], ["2", "2.0"]),
+        ({"type": "number", "minimum": 1.5, "exclusiveMaximum": 2}, ["1.5", "1.6", "1.990"], ["2", "2.0"]),
         ({"type": "number", "exclusiveMinimum": 0, "exclusiveMaximum": 1}, ["0.5"], ["0", "1"]),
         # Bounds that are the largest or the last exact ones.
         ({"type": "integer", "minimum": 2**53 - 1, "maximum": 2**53}, [str(2**53)], [str(2**53 + 1)]),
