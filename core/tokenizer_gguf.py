@@ -34,19 +34,23 @@ _TEKKEN = (
 )
 _CODER = (r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", r"[一-龥ࠀ-一가-퟿]+", r"\p{N}")
 
+_LLAMA3 = ("llama-bpe", "llama3", "llama-v3", "falcon3", "pixtral", "midm-2.0")
+
 # Expressions by which text is split, one after the other, each match and each gap a piece of its own. The names and
 # what they stand for: llama.cpp, src/llama-vocab.cpp.
 _SPLITS: dict[str, tuple[str, ...]] = (
-    dict.fromkeys(("gpt-2", "phi-2", "mpt", "olmo", "jais"), (_WORDS,))
-    | dict.fromkeys(("smollm", "starcoder", "refact", "command-r", "codeshell", "exaone"), (r"\p{N}", _WORDS))
-    | dict.fromkeys(("llama-bpe", "llama3", "llama-v3", "falcon3"), (_ANY_CASE + r"\p{N}{1,3}" + _REST,))
+    dict.fromkeys(("gpt-2", "phi-2", "mpt", "olmo", "jais", "mellum", "trillion"), (_WORDS,))
+    | dict.fromkeys(
+        ("smollm", "starcoder", "refact", "command-r", "codeshell", "exaone", "minerva-7b"), (r"\p{N}", _WORDS)
+    )
+    | dict.fromkeys(_LLAMA3, (_ANY_CASE + r"\p{N}{1,3}" + _REST,))
     | dict.fromkeys(("dbrx", "smaug-bpe"), (_ANY_CASE + r"\p{N}{1,3}" + _REST,))
     | dict.fromkeys(("qwen2", "deepseek-r1-qwen", "stablelm2", "megrez"), (_ANY_CASE + r"\p{N}" + _REST,))
     | {"tekken": (_TEKKEN,), "deepseek-coder": _CODER}
     | {"default": (r"[\p{P}\$\+<=>\^~\|]+", _WORDS, r"\p{N}+", r"[0-9][0-9][0-9]")}
 )
 # Of these a piece that is itself a token is not merged up to, and BOS comes first unless the file says otherwise.
-_WHOLE_WORDS_AND_BOS = ("llama-bpe", "llama3", "llama-v3", "falcon3", "tekken")
+_WHOLE_WORDS_AND_BOS = (*_LLAMA3, "tekken")
 
 # Control tokens that end a turn in some model's template, whether or not the file names them as its end.
 _END_TEXTS = frozenset(
@@ -102,7 +106,8 @@ def parts_from_fields(fields: Mapping[str, Any]) -> dict[str, Any]:
         raise
     except Exception as error:  # the package raises the base class
         raise ModelLoadError(f"vocabulary is damaged: {error}") from error
-    _add_tokens(tokenizer, ggml, {ids["bos"], ids["eos"], ids["unk"]})
+    types = _token_types(ggml, {ids["bos"], ids["eos"]})
+    _add_tokens(tokenizer, tokens, types)
     adds_bos = kind == "llama" or ggml.get("pre") in _WHOLE_WORDS_AND_BOS
     named = {name: tokens[i] for name, i in ids.items() if i is not None and i < len(tokens)}
     template = fields.get("tokenizer.chat_template")
@@ -110,7 +115,7 @@ def parts_from_fields(fields: Mapping[str, Any]) -> dict[str, Any]:
         "json": tokenizer.to_str(),
         "bos_token_id": ids["bos"],
         "adds_bos": bool(ggml.get("add_bos_token", adds_bos)),
-        "eos_token_ids": sorted(_eos_token_ids(ggml, ids["eos"])),
+        "eos_token_ids": sorted(_eos_token_ids(ggml, ids["eos"], types)),
         "chat_template": template if isinstance(template, str) else None,
         "special_token_texts": {f"{name}_token": text for name, text in named.items()},
     }
@@ -153,9 +158,23 @@ def _without_padding(ggml: Mapping[str, Any]) -> dict[str, list[Any]]:
     return {name: ggml[name][:num] for name in names if name in ggml} if num < len(types) else {}
 
 
-def _eos_token_ids(ggml: Mapping[str, Any], eos: int | None) -> set[int]:
+def _token_types(ggml: Mapping[str, Any], named_ids: set[int | None]) -> list[int]:
+    """Types as they are meant: what is named as begin or end, or ends a turn, is control, even if said to be text.
+
+    A file that tells no types has at least the tokens that it names.
+    """
+    tokens, told = ggml["tokens"], ggml.get("token_type")
+    if not told:
+        return [_CONTROL if i in named_ids else _NORMAL for i in range(len(tokens))]
+    pairs = enumerate(zip(tokens, told, strict=False))
+    return [
+        _CONTROL if kind == _USER_DEFINED and (i in named_ids or text in _END_TEXTS) else kind
+        for i, (text, kind) in pairs
+    ]
+
+
+def _eos_token_ids(ggml: Mapping[str, Any], eos: int | None, types: list[int]) -> set[int]:
     ids = {i for i in (eos, *(_token_id(ggml, f"{name}_token_id") for name in ("eot", "eom"))) if i is not None}
-    types = ggml.get("token_type", ())
     ids.update(
         i
         for i, (text, kind) in enumerate(zip(ggml["tokens"], types, strict=False))
@@ -210,13 +229,9 @@ def _merges_by_score(ggml: Mapping[str, Any]) -> list[tuple[str, str]]:
     return [(left, right) for _, left, right in merges]
 
 
-def _add_tokens(tokenizer: HfTokenizer, ggml: Mapping[str, Any], special_ids: set[int | None]) -> None:
-    """Control and user-defined tokens are found in the text before anything is split.
-
-    A file that tells no types has at least the `special_ids` that it names.
-    """
-    types = ggml.get("token_type") or [_CONTROL if i in special_ids else _NORMAL for i in range(len(ggml["tokens"]))]
-    for text, kind in zip(ggml["tokens"], types, strict=False):
+def _add_tokens(tokenizer: HfTokenizer, tokens: list[str], types: list[int]) -> None:
+    """Control and user-defined tokens are found in the text before anything is split."""
+    for text, kind in zip(tokens, types, strict=False):
         if kind in (_UNKNOWN, _CONTROL):
             tokenizer.add_special_tokens([AddedToken(text, normalized=False, special=True)])
         elif kind == _USER_DEFINED:

@@ -76,7 +76,7 @@ class TestPreTokenizers:
 
         assert ["1234", "ĠI", "'", "LL", "Ġ(", "x", ")"] == pieces("gpt-2")
         assert ["1", "2", "3", "4", "ĠI", "'", "LL", "Ġ(", "x", ")"] == pieces("smollm")
-        assert ["123", "4", "ĠI", "'LL", "Ġ(", "x", ")"] == pieces("llama-bpe")
+        assert ["123", "4", "ĠI", "'LL", "Ġ(", "x", ")"] == pieces("llama-bpe") == pieces("pixtral")
         assert ["1", "2", "3", "4", "ĠI", "'LL", "Ġ(", "x", ")"] == pieces("qwen2")
         assert ["123", "4", "ĠI", "'", "LL", "Ġ", "(", "x", ")"] == pieces("default") == pieces(None)
 
@@ -194,6 +194,15 @@ class TestWhatFilesLeaveOpen:
         more = {name: [*SPM[f"tokenizer.ggml.{name}"], filling] for name, filling in
                 (("tokens", "[PAD]"), ("scores", 0.0), ("token_type", 5))}  # fmt: skip
         assert len(SPM_TOKENS) == spm(**more).vocab_size
+
+    def test_end_of_a_turn_is_an_end_even_if_it_is_said_to_be_text(self) -> None:
+        """Tokens added in finetuning are often user-defined; the model would go on and on, and say <|im_end|>."""
+        tokens, types = self.BPE["tokenizer.ggml.tokens"], self.BPE["tokenizer.ggml.token_type"]
+        tokenizer = self.load(tokens=[*tokens, "<|im_end|>", "<x>"], token_type=[*types, 4, 4], eos_token_id=365)
+
+        assert {364, 365} == tokenizer.eos_token_ids
+        assert "" == tokenizer.decode([364, 365])
+        assert [364] == tokenizer.encode("<|im_end|>", add_special_tokens=False)
 
     def test_without_types_the_named_tokens_are_special(self) -> None:
         tokenizer = self.load(without="token_type", add_bos_token=True)
