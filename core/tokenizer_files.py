@@ -122,15 +122,14 @@ def load_directory(path: Path) -> VocabularyTokenizer:
         tokenizer = HfTokenizer.from_file(str(file))
     except Exception as error:  # the package raises the base class
         raise ModelLoadError(f"{file} cannot be read: {error}") from error
-    tokenizer.no_truncation()  # it may have been saved with what training needed
-    tokenizer.no_padding()
+    _forget_training(tokenizer)
     config = _read_json_if_there(path / "tokenizer_config.json")
     more = _read_json_if_there(path / "special_tokens_map.json")
     texts = _special_texts(config, more)
     special = {*texts.values(), *_further_special_texts(config, more)}
     _add_tokens(tokenizer, {**_told_tokens(path, special), **_described_tokens(config, path)})
     _mark_special(tokenizer, special)
-    bos_token_id = tokenizer.token_to_id(texts["bos_token"]) if "bos_token" in texts else None
+    bos_token_id = _bos_token_id(tokenizer, texts)
     return VocabularyTokenizer(
         tokenizer,
         bos_token_id=bos_token_id,
@@ -139,6 +138,14 @@ def load_directory(path: Path) -> VocabularyTokenizer:
         chat_template=_chat_template(path, config),
         special_token_texts=texts,
     )
+
+
+def _forget_training(tokenizer: HfTokenizer) -> None:
+    """It may have been saved with what training needed: texts cut and filled up, and merges left out by chance."""
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    if getattr(tokenizer.model, "dropout", None):
+        tokenizer.model.dropout = None
 
 
 def _decoder_traits(tokenizer: HfTokenizer) -> tuple[bool, bool, bool]:
@@ -230,6 +237,14 @@ def _mark_special(tokenizer: HfTokenizer, texts: Iterable[str]) -> None:
         if not token.special:
             token.special = True
             tokenizer.add_special_tokens([token])
+
+
+def _bos_token_id(tokenizer: HfTokenizer, texts: Mapping[str, str]) -> int | None:
+    """The token that is named so, else what tokenizer.json's own post-processor puts before a text, if anything."""
+    if "bos_token" in texts:
+        return tokenizer.token_to_id(texts["bos_token"])
+    some = tokenizer.encode("a")
+    return some.ids[0] if some.special_tokens_mask[:1] == [1] else None
 
 
 def _adds_bos(tokenizer: HfTokenizer, config: Mapping[str, Any], bos_token_id: int | None) -> bool:

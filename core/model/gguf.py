@@ -116,7 +116,7 @@ def cache_file(source: Path, cache_dir: Path, kind: str) -> Path:
     stat = source.stat()
     place = hashlib.sha256(str(source.resolve()).encode()).hexdigest()[:8]
     state = hashlib.sha256(f"{CACHE_FORMAT} {stat.st_size} {stat.st_mtime_ns}".encode()).hexdigest()[:8]
-    return cache_dir / f"{source.stem}-{place}-{state}.{kind}"
+    return cache_dir / f"{source.stem[:100]}-{place}-{state}.{kind}"
 
 
 def write_cache(file: Path, write: Callable[[Path], object]) -> None:

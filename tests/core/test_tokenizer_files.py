@@ -42,6 +42,16 @@ class TestDirectories:
         assert ([5] if said is False else [0, 5]) == tokenizer.encode("a")
         assert ([] if said is False else [0]) == tokenizer.encode("")
 
+    @pytest.mark.parametrize(("form", "expected"), [("<s> $A", [0, 5]), ("$A </s>", [5]), ("$A", [5])])
+    def test_bos_that_nobody_names_is_what_comes_before_a_text(
+        self, form: str, expected: list[int], tmp_path: Path
+    ) -> None:
+        hf = self.make()
+        hf.post_processor = processors.TemplateProcessing(single=form, special_tokens=[("<s>", 0), ("</s>", 1)])
+        tokenizer = load_tokenizer(self.save(tmp_path, hf))
+        assert expected == tokenizer.encode("a")
+        assert [0, 5] == tokenizer.encode("<s>a")
+
     def test_end_tokens_are_gathered_from_all_files(self, tmp_path: Path) -> None:
         path = self.save(
             tmp_path,
@@ -63,6 +73,7 @@ class TestDirectories:
         hf = self.make()
         hf.enable_truncation(2)
         hf.enable_padding(length=9)
+        hf.model.dropout = 1.0  # no merge at all
         assert [5, 5, 4, 4] == load_tokenizer(self.save(tmp_path, hf)).encode("a abb")
 
     @pytest.mark.parametrize("older", [False, True])

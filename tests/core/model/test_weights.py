@@ -2,6 +2,7 @@
 
 import json
 import os
+import resource
 from pathlib import Path
 
 import numpy as np
@@ -347,6 +348,24 @@ class TestConvertedWeightsAreKept:
         for model in (TIED, UNTIED):
             load_model_files(write_gguf(model, path), cache_dir=tmp_path / "cache")
         assert ["[", "a"] == [file.name[0] for file in self.kept(tmp_path / "cache")]
+
+    def test_name_as_long_as_names_may_be_is_kept_too(self, tmp_path: Path) -> None:
+        path = write_gguf(TIED, tmp_path / f"{'m' * 250}.gguf")
+        load_model_files(path, cache_dir=tmp_path / "cache")
+        assert 1 == len(self.kept(tmp_path / "cache"))
+
+    def test_full_disk_costs_only_time(self, tmp_path: Path) -> None:
+        """A limit on the size of files stands for the disk; nothing half written is left."""
+        path = write_gguf(TIED, tmp_path / "model.gguf")
+        limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, limits[1]))
+        try:
+            loaded = load_model_files(path, cache_dir=tmp_path / "cache")
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+
+        assert_same_tensors(TIED.weights(), loaded)
+        assert [] == self.kept(tmp_path / "cache")
 
     def test_cache_that_cannot_be_written_costs_only_time(self, tmp_path: Path) -> None:
         (tmp_path / "cache").write_text("a file where the directory should be")
