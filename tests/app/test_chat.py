@@ -185,6 +185,17 @@ async def test_a_template_takes_variables_of_its_own():
     assert list(b"Hi") == plain["prompt_token_ids"]
 
 
+async def test_a_conversation_to_go_on_with_counts_as_it_is_gone_on_with():
+    messages = [*HELLO, {"role": "assistant", "content": "Well, "}]
+    asked = {"messages": messages, "add_generation_prompt": False, "continue_final_message": True}
+    async with in_process() as server:
+        body = (await server.chat(**asked, script=["x"], return_token_ids=True)).json()
+        tokens = (await server.client.post("/tokenize", json=asked)).json()["tokens"]
+
+    assert bytes(tokens).endswith(b"assistant: Well, ")
+    assert tokens == body["prompt_token_ids"]
+
+
 async def test_of_a_truncated_conversation_the_end_is_kept():
     async with in_process(chat_template="{{ messages[0].content }}") as server:
         body = (await server.chat(messages=HELLO, truncate_prompt_tokens=1, script=["x"], return_token_ids=True)).json()
