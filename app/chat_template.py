@@ -8,6 +8,7 @@ import json
 import uuid
 from collections.abc import Mapping, Sequence
 from datetime import datetime
+from functools import cached_property
 from itertools import takewhile
 from typing import Any, NoReturn
 
@@ -74,7 +75,16 @@ class ChatTemplate:
     def worded(self, messages: list[dict[str, Any]], tools: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
         """The messages to render: what the template does not know is said in what templates know."""
         known = messages if self._knows_developers else _without_developers(messages)
-        return known if self._knows_tools else in_words(known, tools)
+        return known if self._knows_tools else in_words(known, tools, takes_system=self._takes_system)
+
+    @cached_property
+    def _takes_system(self) -> bool:
+        """Some templates refuse messages of the system; whoever sends none should not hear of that."""
+        try:
+            self.render([{"role": role, "content": "x"} for role in ("system", "user")], add_generation_prompt=True)
+        except InvalidRequest:
+            return False
+        return True
 
 
 def _raise_exception(message: str) -> NoReturn:

@@ -35,11 +35,14 @@ _HEADER = re.compile(r'\s*\{\s*"name"\s*:\s*"([^"\\]*)"\s*,\s*"arguments"\s*:\s*
 _MEMBER = re.compile(r'[\s,]*("(?:[^"\\]|\\.)*")\s*:\s*')
 
 
-def in_words(messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+def in_words(
+    messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]], *, takes_system: bool = True
+) -> list[dict[str, Any]]:
     """A conversation for a template that knows no tools: what it would leave out stands in the messages' text.
 
-    The tools go into the system message (a new one if there is none), calls behind their message's text. Results
-    become messages of the user, neighbours one message, since such templates know no other roles.
+    The tools go into the system message (a new one if there is none, or the user's first where the template takes no
+    system's), calls behind their message's text. Results become messages of the user, neighbours one message, since
+    such templates know no other roles.
     """
     worded: list[dict[str, Any]] = []
     for are_results, group in groupby(messages, key=lambda message: message["role"] == "tool"):
@@ -47,7 +50,7 @@ def in_words(messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str,
             worded.append({"role": "user", "content": "\n".join(map(_result, group))})
         else:
             worded += map(_with_calls, group)
-    return _introduced(worded, tools) if tools else worded
+    return _introduced(worded, tools, takes_system=takes_system) if tools else worded
 
 
 def to_json(
@@ -65,11 +68,16 @@ def to_json(
     return text.encode("utf-8", "backslashreplace").decode()
 
 
-def _introduced(messages: list[dict[str, Any]], tools: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+def _introduced(
+    messages: list[dict[str, Any]], tools: Sequence[Mapping[str, Any]], *, takes_system: bool
+) -> list[dict[str, Any]]:
     text = _INTRODUCTION.format(tools="\n".join(map(to_json, tools)))
     if messages and messages[0]["role"] in ("system", "developer"):
         first, *rest = messages
         return [{**first, "content": f"{first['content']}\n\n{text}".lstrip("\n")}, *rest]
+    if not takes_system and messages and messages[0]["role"] == "user":
+        first, *rest = messages
+        return [{**first, "content": f"{text}\n\n{first['content']}"}, *rest]
     return [{"role": "system", "content": text}, *messages]
 
 

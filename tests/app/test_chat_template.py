@@ -180,6 +180,17 @@ def test_a_call_that_was_cut_goes_back_as_the_text_that_it_is():
     assert 'None{"a": ' == render_messages(source, [{"role": "assistant", "tool_calls": [call]}])
 
 
+def test_where_a_template_takes_no_system_the_user_tells_of_the_tools():
+    source = "{% if messages[0].role == 'system' %}{{ raise_exception('no system') }}{% endif %}" + CHAT_TEMPLATE
+    text = render_messages(source, [{"role": "user", "content": "Hi"}], tools=[TOOL])
+
+    assert text.startswith("user: # Tools")
+    assert json.dumps(TOOL) in text
+    assert text.endswith("\n\nHi\nassistant: ")
+    with pytest.raises(InvalidRequest, match="no system"):
+        render_messages(source, [{"role": "system", "content": "Hi"}], tools=[TOOL])
+
+
 @pytest.mark.parametrize(
     ("written", "as_text", "as_object"),
     [
