@@ -50,7 +50,8 @@ class Authentication:
 def sent_key(headers: Headers) -> bytes | None:
     """The key in a request's headers, by OpenAI's custom or by Anthropic's; None if there is none."""
     scheme, _, token = headers.get("authorization", "").partition(" ")
-    key = token.strip() if scheme.lower() == "bearer" else headers.get("x-api-key", "")
+    # Not whatever Python takes for white space: the last byte of an "à" is among it, read as Latin-1.
+    key = token.strip(" \t") if scheme.lower() == "bearer" else headers.get("x-api-key", "")
     return key.encode("latin-1") or None
 
 

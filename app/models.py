@@ -1,6 +1,6 @@
 """GET /v1/models: the one model, under each of its names."""
 
-from fastapi import APIRouter
+from fastapi import APIRouter, HTTPException
 
 from app.schemas.models import ModelCard, ModelList
 from app.service import Service, ServiceOf
@@ -15,6 +15,8 @@ async def list_models(service: ServiceOf) -> ModelList:
 
 @router.get("/v1/models/{name:path}")  # names may hold slashes
 async def retrieve_model(name: str, service: ServiceOf) -> ModelCard:
+    if not name:  # a slash behind the list's path: nowhere is such a path another than without it
+        raise HTTPException(404)
     return _card(service, service.check_model(name))
 
 

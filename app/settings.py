@@ -192,7 +192,7 @@ class Settings(BaseSettings):
         if self.api_key_file is None:
             return ()
         try:
-            lines = [line.strip() for line in self.api_key_file.read_text(encoding="utf-8").splitlines()]
+            lines = [line.strip() for line in self.api_key_file.read_text(encoding="utf-8-sig").splitlines()]
             keys = parse_keys(line for line in lines if line and not line.startswith("#"))
         except (OSError, ValueError) as error:
             raise SettingsError(f"--api-key-file: {error}") from error

@@ -196,7 +196,8 @@ async def test_of_a_list_the_first_wrong_item_is_told(name: str):
 
 
 @pytest.mark.parametrize(
-    ("method", "path", "status"), [("GET", "/nowhere", 404), ("GET", "/v1/completions", 405), ("GET", "/health/", 404)]
+    ("method", "path", "status"),
+    [("GET", "/nowhere", 404), ("GET", "/v1/completions", 405), ("GET", "/health/", 404), ("GET", "/v1/models/", 404)],
 )
 async def test_wrong_paths_and_methods_get_error_objects(method: str, path: str, status: int):
     async with in_process() as server:

@@ -50,7 +50,7 @@ def test_lists_may_be_in_json_as_vllm_takes_them(origins: tuple[str, ...]):
 
 def test_keys_come_from_flag_and_file_together(tmp_path: Path):
     file = tmp_path / "keys"
-    file.write_text("# ours\nalice:one\n\n  two  \n")
+    file.write_text("# ours\nalice:one\n\n  two  \n", encoding="utf-8-sig")
     settings = load_settings({"api_key": ("bob:three",), "api_key_file": str(file)})
 
     assert ["bob", "alice", "key-2"] == [key.name for key in settings.api_keys]
