@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from fastapi import APIRouter, Request
@@ -17,9 +18,10 @@ from app.generation import (
     sampling_params,
     stream_options,
 )
-from app.logprobs import LogprobsWriter, prompt_logprobs
+from app.logprobs import LogprobsWriter, joined, prompt_logprobs
 from app.run import shown_reason
-from app.schemas.completions import CompletionChoice, CompletionRequest, CompletionResponse
+from app.schemas.completions import CompletionChoice, CompletionLogprobs, CompletionRequest, CompletionResponse
+from app.schemas.generation import PromptLogprobs
 from app.scripts import parse_script
 from app.service import Service, ServiceOf, trace_id
 from core import InvalidRequest, OutputToken, RequestOutput, Tokenizer
@@ -92,6 +94,14 @@ def _num_prompt_logprobs(body: CompletionRequest) -> int | None:
     return max((num for num in wanted if num is not None), default=None)
 
 
+@dataclass(frozen=True, slots=True)
+class _Echo:
+    """A prompt as it is shown again, made once for all of its choices: with log-probabilities it is large."""
+
+    text: str
+    logprobs: CompletionLogprobs | None
+
+
 class _Writer:
     """Writes the choices of one job. Remembers, per choice that has begun, how long its text is by now."""
 
@@ -104,6 +114,8 @@ class _Writer:
             tokenizer, num_top=body.logprobs or 0, names_ids=bool(body.return_tokens_as_token_ids)
         )
         self._offsets: dict[int, int] = {}
+        self._echoes: dict[int, _Echo] = {}  # by number of the prompt
+        self._scores: dict[int, PromptLogprobs] = {}  # likewise
 
     def answer(self, outputs: Sequence[RequestOutput], totals: Mapping[str, Any]) -> CompletionResponse:
         return self.chunk([self.whole(index, output) for index, output in enumerate(outputs)], **totals)
@@ -121,16 +133,17 @@ class _Writer:
 
     def whole(self, index: int, output: RequestOutput) -> CompletionChoice:
         """A finished choice, the prompt before it if it is echoed."""
-        tokens = [*self._echoed(index, output), *output.tokens]
-        choice = self._choice(index, tokens, output, **self._prompt_ids(index))
+        choice = self._choice(index, output, self._echo(index, output), **self._prompt_ids(index))
         if self._body.prompt_logprobs is not None:
-            choice.prompt_logprobs = prompt_logprobs(
-                self._tokenizer,
-                self._job.prompt_of(index).token_ids,
-                output.prompt_logprobs or (),
-                self._body.prompt_logprobs,
-            )
+            choice.prompt_logprobs = self._score(index, output, self._body.prompt_logprobs)
         return choice
+
+    def _score(self, index: int, output: RequestOutput, num_top: int) -> PromptLogprobs:
+        number = index // self._job.n
+        if number not in self._scores:
+            token_ids = self._job.prompts[number].token_ids
+            self._scores[number] = prompt_logprobs(self._tokenizer, token_ids, output.prompt_logprobs or (), num_top)
+        return self._scores[number]
 
     def totals_chunk(self, totals: Mapping[str, Any]) -> CompletionResponse:
         return self.chunk([], **totals)
@@ -142,19 +155,26 @@ class _Writer:
         """
         is_first = index not in self._offsets  # nothing of it was shown yet
         ids = self._prompt_ids(index) if is_first else {}
-        if is_first and (echoed := self._echoed(index, output)):
-            yield self.chunk([self._choice(index, echoed, None, **ids)], **extra)
+        if is_first and (echo := self._echo(index, output)):
+            yield self.chunk([self._choice(index, None, echo, **ids)], **extra)
             ids = {}
         if output.text or output.tokens or output.is_finished:
-            yield self.chunk([self._choice(index, output.tokens, output, **ids)], **extra)
+            yield self.chunk([self._choice(index, output, **ids)], **extra)
 
-    def _echoed(self, index: int, output: RequestOutput) -> list[OutputToken]:
-        """The prompt's tokens, if it is echoed; its first output has their log-probabilities if asked for."""
+    def _echo(self, index: int, output: RequestOutput) -> _Echo | None:
+        """The prompt, if it is echoed; its first output has its tokens' log-probabilities if asked for."""
         if not self._body.echo:
-            return []
-        prompt = self._job.prompt_of(index)
-        laws = [None, *(output.prompt_logprobs or [None] * (len(prompt.token_ids) - 1))]
-        return [OutputToken(*parts) for parts in zip(prompt.token_ids, prompt.pieces, laws, strict=True)]
+            return None
+        number = index // self._job.n
+        if number not in self._echoes:
+            prompt = self._job.prompts[number]
+            laws = [None, *(output.prompt_logprobs or [None] * (len(prompt.token_ids) - 1))]
+            tokens = [OutputToken(*parts) for parts in zip(prompt.token_ids, prompt.pieces, laws, strict=True)]
+            self._echoes[number] = _Echo("".join(prompt.pieces), self._lists(tokens, 0))
+        return self._echoes[number]
+
+    def _lists(self, tokens: Sequence[OutputToken], offset: int) -> CompletionLogprobs | None:
+        return None if self._body.logprobs is None else self._logprobs.completion(tokens, offset)
 
     def _prompt_ids(self, index: int) -> dict[str, Any]:
         if not self._body.return_token_ids:
@@ -162,18 +182,20 @@ class _Writer:
         return {"prompt_token_ids": list(self._job.prompt_of(index).token_ids)}
 
     def _choice(
-        self, index: int, tokens: Sequence[OutputToken], output: RequestOutput | None, **ids: Any
+        self, index: int, output: RequestOutput | None, echo: _Echo | None = None, **ids: Any
     ) -> CompletionChoice:
-        """These tokens of a choice; `output` brought them, but for those of the prompt."""
+        """What an output brought of a choice, or the prompt before it, or both."""
+        tokens = output.tokens if output else ()
         if self._body.return_token_ids:
-            ids["token_ids"] = [token.token_id for token in output.tokens] if output else []
+            ids["token_ids"] = [token.token_id for token in tokens]
         text = "".join([token.text for token in tokens])
-        offset = self._offsets.get(index, 0)
+        offset = self._offsets.get(index, 0) + (len(echo.text) if echo else 0)
         self._offsets[index] = offset + len(text)
+        logprobs = self._lists(tokens, offset)
         return CompletionChoice(
             index=index,
-            text=text,
-            logprobs=None if self._body.logprobs is None else self._logprobs.completion(tokens, offset),
+            text=echo.text + text if echo else text,
+            logprobs=joined(echo.logprobs, logprobs) if echo and echo.logprobs and logprobs else logprobs,
             finish_reason=shown_reason(output) if output else None,
             stop_reason=output.stop_reason if output else None,
             **ids,

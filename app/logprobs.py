@@ -74,6 +74,16 @@ class LogprobsWriter:
         return f"token_id:{token_id}" if self._names_ids else text
 
 
+def joined(first: CompletionLogprobs, second: CompletionLogprobs) -> CompletionLogprobs:
+    """The lists one behind the other; what is in them is shared."""
+    return CompletionLogprobs.model_construct(
+        tokens=first.tokens + second.tokens,
+        token_logprobs=first.token_logprobs + second.token_logprobs,
+        top_logprobs=first.top_logprobs + second.top_logprobs,
+        text_offset=first.text_offset + second.text_offset,
+    )
+
+
 def prompt_logprobs(
     tokenizer: Tokenizer, token_ids: Sequence[int], found: Sequence[TokenLogprobs], num_top: int
 ) -> PromptLogprobs:

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, Field, WithJsonSchema
+from typing_extensions import TypedDict  # on Python 3.11 pydantic takes no other
 
 from app.faults import Faults
 from app.schemas.base import CacheSalt, Items, StrictModel
@@ -161,7 +162,7 @@ class ResponseMetrics(BaseModel):
 FinishReason = Literal["stop", "length"]
 
 
-class PromptLogprob(BaseModel):
+class PromptLogprob(TypedDict):
     """vLLM's entry for one token at one place of the prompt; `rank` is 1 for the most likely."""
 
     logprob: float

@@ -147,3 +147,24 @@ async def test_bc_030_a_prompt_in_chunks_has_one_complete_list(serve: Serve):
         logprob for event in events for choice in event["choices"] for logprob in choice["logprobs"]["token_logprobs"]
     ]
     assert [300, 1] == [len(event["choices"][0]["logprobs"]["tokens"]) for event in events]
+
+
+@pytest.mark.parametrize("scored", [{"logprobs": 3}, {"prompt_logprobs": 3}], ids=str)
+async def test_a_prompt_is_described_once_for_all_of_its_choices(
+    serve: Serve, monkeypatch: pytest.MonkeyPatch, scored: dict[str, Any]
+):
+    """Else one request with many samples of a long prompt would hold the event loop, and everybody, for a minute."""
+    server = await serve()
+    tokenizer = server.engine.tokenizer
+    described: list[int] = []
+    text_of = tokenizer.token_text
+    monkeypatch.setattr(tokenizer, "token_text", lambda token_id: described.append(token_id) or text_of(token_id))
+    counts = []
+    for n in (1, 8):
+        described.clear()
+        body = (await server.complete(prompt=["The sky", "is"], echo=True, max_tokens=0, n=n, **scored)).json()
+        counts.append(len(described))
+
+        lists = [choice["logprobs"] or choice["prompt_logprobs"] for choice in body["choices"]]
+        assert [lists[0]] * n + [lists[n]] * n == lists
+    assert counts[0] == counts[1] > 0
