@@ -128,4 +128,6 @@ def _response_format(body: CountTokensRequest) -> dict[str, Any] | None:
             f"output_config.format has the type {str(given.get('type'))[:32]!r}, allowed is json_schema",
             "output_config",
         )
-    return {"type": "json_schema", "json_schema": {"name": "output", "schema": given.get("schema"), "strict": True}}
+    if given.get("schema") is None:
+        raise InvalidRequest("output_config.format needs a schema", "output_config")
+    return {"type": "json_schema", "json_schema": {"name": "output", "schema": given["schema"], "strict": True}}

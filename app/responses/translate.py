@@ -81,6 +81,8 @@ def _response_format(body: ResponsesRequest) -> dict[str, Any] | None:
         case "text":
             return None
         case "json_schema":
+            if given.get("schema") is None:  # in chat it may be left out
+                raise InvalidRequest("text.format of the type json_schema needs a schema", "text")
             return {"type": "json_schema", "json_schema": {k: v for k, v in given.items() if k != "type"}}
         case _:
             return given

@@ -98,6 +98,7 @@ def test_tool_choices_by_name(given: str, expected: str):
         ([HI], {"n": 2}, "n"),
         ([HI], {"tool_choice": {"type": "tool"}}, "tool_choice"),
         ([HI], {"output_config": {"format": {"type": "yaml"}}}, "output_config"),
+        ([HI], {"output_config": {"format": {"type": "json_schema"}}}, "output_config"),
     ],
 )
 def test_what_has_no_meaning_in_chat_is_refused(messages: Any, fields: dict[str, Any], param: str):

@@ -86,6 +86,7 @@ def test_no_tools_and_the_choice_of_none_of_them_is_what_clients_send_by_default
         ({"input": [{"type": "item_reference", "id": "x"}]}, "input"),
         ({"input": "Hi", "n": 2}, "n"),
         ({"input": "Hi", "max_tokens": 5}, "max_tokens"),
+        ({"input": "Hi", "text": {"format": {"type": "json_schema", "name": "n"}}}, "text"),
     ],
 )
 def test_what_has_no_meaning_in_chat_is_refused(fields: dict[str, Any], param: str):
