@@ -36,6 +36,11 @@ _ASKS_NOTHING: dict[str, tuple[Any, ...]] = {
 }
 _LOWER, _UPPER = ("minimum", "exclusiveMinimum"), ("maximum", "exclusiveMaximum")
 _GAP = 1e-6  # of a range
+# A date's beginning: any month but February, February up to the 28th, or the 29th of a leap year.
+_REAL_DAY = (
+    "^(?:....-(?:0[13-9]|1[0-2])-|....-02-(?:[01].|2[0-8])"
+    "|(?:..(?:0[48]|[2468][048]|[13579][26])|(?:[02468][048]|[13579][26])00)-02-29)"
+)
 
 
 def lark_json(schema: Mapping[str, Any]) -> str:
@@ -74,7 +79,7 @@ def _honoured(part: Any, *, depth: int, has_names: bool = False) -> Any:
     _check_keys(part)
     return {
         key: value if key in _DATA_KEYS else _honoured(value, depth=depth + 1, has_names=key in _NAMED)
-        for key, value in _with_open_bounds(part).items()
+        for key, value in _with_real_days(_with_open_bounds(part)).items()
         if value not in _ASKS_NOTHING.get(key, ())
     }
 
@@ -113,6 +118,14 @@ def _with_open_bounds(part: Mapping[str, Any]) -> Mapping[str, Any]:
     if _number(part, "exclusiveMaximum") == min(highs) == math.floor(min(highs)):
         tight["maximum"] = min(highs) - width * _GAP
     return tight
+
+
+def _with_real_days(part: Mapping[str, Any]) -> Mapping[str, Any]:
+    """llguidance takes the 29th of February in every year."""
+    if part.get("format") not in ("date", "date-time"):
+        return part
+    others = part.get("allOf", [])
+    return {**part, "allOf": [*others, {"pattern": _REAL_DAY}]} if isinstance(others, list) else part
 
 
 def _number(part: Mapping[str, Any], key: str) -> float | None:

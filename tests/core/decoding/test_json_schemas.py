@@ -47,6 +47,17 @@ def takes(schema: dict[str, Any], text: str) -> bool:
             ['{"é": null}', '{"e": 1}'],
             ['{"é": 1}', '{"\\u00e9": 1}'],
         ),
+        # The 29th of February is in leap years.
+        (
+            {"type": "string", "format": "date", "allOf": [{"maxLength": 99}]},
+            ['"2024-02-29"', '"2000-02-29"', '"2023-02-28"', '"2023-01-29"', '"1999-12-31"'],
+            ['"2023-02-29"', '"1900-02-29"', '"2024-02-30"'],
+        ),
+        (
+            {"type": ["string", "null"], "format": "date-time"},
+            ['"2024-02-29T10:00:00Z"', "null"],
+            ['"2023-02-29T10:00:00Z"'],
+        ),
         # Characters that have no other escape.
         ({"enum": ["\x01", "\x7f"]}, ['"\\u0001"', '"\\u007f"'], ['"\\u0002"']),
         ({"type": "string", "pattern": "^\\x01$"}, ['"\\u0001"'], ['""']),
