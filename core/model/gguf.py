@@ -189,6 +189,8 @@ def _dequantize(tensor: "ReaderTensor", path: Path) -> NDArray[np.float32]:
     except NotImplementedError as error:
         kind = tensor.tensor_type.name
         raise ModelLoadError(f"{path}: tensor {tensor.name} is {kind}, which the package gguf cannot read") from error
+    except ValueError as error:  # of a tensor without numbers
+        raise ModelLoadError(f"{path}: tensor {tensor.name} cannot be read: {error}") from error
     return np.asarray(values, dtype=np.float32)  # a plain array, also where the file's own is only mapped
 
 

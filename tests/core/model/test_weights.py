@@ -255,6 +255,16 @@ def test_length_that_the_file_does_not_have_is_refused(key: str, length: int, tm
         load_model_files(path)
 
 
+def test_tensor_without_numbers_is_named(tmp_path: Path) -> None:
+    path = write_gguf(TIED, tmp_path / "model.gguf", quant=Quant.Q8_0)
+    content = bytearray(path.read_bytes())
+    at = content.index(b"blk.0.attn_q.weight") + len(b"blk.0.attn_q.weight") + 4  # behind the number of dimensions
+    content[at : at + 8] = bytes(8)
+    path.write_bytes(content)
+    with pytest.raises(ModelLoadError, match=r"tensor blk\.0\.attn_q\.weight cannot be read"):
+        load_model_files(path)
+
+
 def test_layers_that_the_file_does_not_have_are_not_counted_up(tmp_path: Path) -> None:
     path = write_gguf(TIED, tmp_path / "model.gguf", metadata={"llama.block_count": 2**31})
     with pytest.raises(ModelLoadError, match=r"tensor model\.layers\.2\.input_layernorm\.weight is missing"):
