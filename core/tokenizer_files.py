@@ -6,6 +6,7 @@ SentencePiece writes a space as U+2581 and a byte that has no token as <0x0A>.
 """
 
 import json
+import re
 from collections.abc import Iterable, Mapping
 from functools import cache
 from pathlib import Path
@@ -19,6 +20,7 @@ from core.model.weights import read_json
 from core.tokenizer import decode_whole, text_bytes
 
 META_SPACE = "\u2581"
+_BYTE_TOKEN = re.compile("<0x([0-9A-Fa-f]{2})>")
 
 
 class VocabularyTokenizer:
@@ -100,8 +102,8 @@ class VocabularyTokenizer:
             alphabet = byte_alphabet()
             # A character outside of the alphabet stands for itself, as in the package.
             return b"".join(bytes([alphabet[c]]) if c in alphabet else c.encode() for c in token)
-        if self._has_byte_tokens and len(token) == 6 and token.startswith("<0x") and token.endswith(">"):
-            return bytes([int(token[3:5], 16)])
+        if self._has_byte_tokens and (byte := _BYTE_TOKEN.fullmatch(token)):
+            return bytes.fromhex(byte[1])
         return token.replace(META_SPACE, " ").encode()
 
 

@@ -97,6 +97,9 @@ def parts_from_fields(fields: Mapping[str, Any]) -> dict[str, Any]:
     kind = ggml.get("model")
     if "tokens" not in ggml or kind not in ("gpt2", "llama"):
         raise ModelLoadError(f"tokenizer.ggml.model {kind!r} is not supported, supported are 'gpt2' and 'llama'")
+    for name in ("tokens", "token_type", "scores", "merges"):
+        if not isinstance(ggml.get(name, []), list):
+            raise ModelLoadError(f"tokenizer.ggml.{name} is {ggml[name]!r}, an array is needed")
     ggml |= _without_padding(ggml)
     tokens: list[str] = ggml["tokens"]
     ids = _special_ids(ggml, kind)

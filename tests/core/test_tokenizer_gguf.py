@@ -137,6 +137,12 @@ class TestSentencePiece:
         assert ["<s>", "hello"] == [SPM_TOKENS[i] for i in tokenizer.encode("hello")]
         assert " hello" == tokenizer.decode(tokenizer.encode(" hello"))
 
+    @pytest.mark.parametrize("piece", ["<0xZZ>", "<0x F>", "<0x-1>", "<0x0A"])
+    def test_piece_that_only_looks_like_a_byte_is_its_text(self, piece: str) -> None:
+        more = {"tokens": [*SPM_TOKENS, piece], "scores": [*SPM["tokenizer.ggml.scores"], 0.0]}
+        tokenizer = spm(**more, token_type=[*SPM["tokenizer.ggml.token_type"], 1])
+        assert piece == tokenizer.decode([len(SPM_TOKENS)])
+
     def test_streamed_byte_tokens_make_one_character(self) -> None:
         tokenizer = spm()
         detokenizer = IncrementalDetokenizer(tokenizer)
@@ -246,6 +252,9 @@ class TestGgufVocabularyIsKept:
         ({"tokenizer.ggml.model": None}, "None"),
         ({"tokenizer.ggml.merges": ["no such"]}, "vocabulary is damaged"),
         ({"tokenizer.ggml.merges": ["nospace"]}, "vocabulary is damaged"),
+        ({"tokenizer.ggml.merges": "a b"}, "merges is 'a b', an array is needed"),
+        ({"tokenizer.ggml.tokens": 7}, "tokens is 7, an array is needed"),
+        ({"tokenizer.ggml.token_type": 1}, "token_type is 1, an array is needed"),
     ],
 )
 def test_vocabulary_that_cannot_be_used_is_a_load_error(changes: dict[str, Any], named: str) -> None:
