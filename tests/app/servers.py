@@ -11,12 +11,13 @@ import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import Any, Self
 
 import httpx
 from prometheus_client.parser import text_string_to_metric_families
 
-from app.factory import create_app
+from app.factory import create_app, load
 from app.server import Server
 from app.service import Service
 from app.settings import Settings
@@ -50,6 +51,12 @@ def make_engine(execute: Execute = count_only, *, clock: Callable[[], float] = t
     """The real engine on a byte tokenizer, 64 blocks of 4, unless told otherwise; scripts are taken."""
     config = make_settings(**{"num_kv_blocks": 64, "block_size": 4, "enable_scripts": True, **fields}).engine_config()
     return Engine(replace(config, speculative=None), MODEL, ByteTokenizer(CHAT_TEMPLATE), execute, clock=clock)
+
+
+@cache
+def tiny_engine() -> Engine:
+    """The embedded pair, loaded once: its requests do not hear of each other. It drafts unless one says otherwise."""
+    return load(make_settings())
 
 
 class Gate:

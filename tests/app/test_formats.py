@@ -3,14 +3,11 @@
 import json
 import re
 from collections.abc import AsyncIterator
-from functools import cache
 from typing import Any
 
 import pytest
 
-from app.factory import load
-from core import Engine
-from tests.app.servers import RunningServer, in_process, make_settings
+from tests.app.servers import RunningServer, in_process, tiny_engine
 from tests.reports.answers import WAYS, ask, ask_choices
 
 PERSON = {
@@ -22,15 +19,9 @@ PERSON = {
 PERSON_TEXT = r'\{"name": ?"(\\.|[^"]){0,8}", ?"age": ?(30|7)\}'
 
 
-@cache
-def tiny() -> Engine:
-    """The embedded model; loaded once, its requests do not hear of each other."""
-    return load(make_settings())
-
-
 @pytest.fixture
 async def server() -> AsyncIterator[RunningServer]:
-    async with in_process(tiny()) as running:
+    async with in_process(tiny_engine()) as running:
         yield running
 
 

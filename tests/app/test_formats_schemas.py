@@ -2,15 +2,12 @@
 
 import json
 from collections.abc import AsyncIterator
-from functools import cache
 from typing import Any
 
 import jsonschema
 import pytest
 
-from app.factory import load
-from core import Engine
-from tests.app.servers import RunningServer, in_process, make_settings
+from tests.app.servers import RunningServer, in_process, tiny_engine
 
 NODE = {
     "$defs": {
@@ -129,15 +126,9 @@ REFUSED: dict[str, Any] = {
 }
 
 
-@cache
-def tiny() -> Engine:
-    """The embedded pair; drafts are on unless a request turns them off."""
-    return load(make_settings())
-
-
 @pytest.fixture
 async def server() -> AsyncIterator[RunningServer]:
-    async with in_process(tiny()) as running:
+    async with in_process(tiny_engine()) as running:
         yield running
 
 
@@ -167,11 +158,11 @@ async def test_what_ends_by_itself_validates(server: RunningServer, name: str, n
 
 @pytest.mark.parametrize("name", REFUSED)
 async def test_what_cannot_be_enforced_is_refused_before_it_starts(server: RunningServer, name: str):
-    num_before = tiny().stats.num_generation_tokens
+    num_before = tiny_engine().stats.num_generation_tokens
     response = await server.complete(**asked(REFUSED[name], stream=True))
 
     assert (400, "response_format") == (response.status_code, response.json()["error"]["param"])
-    assert num_before == tiny().stats.num_generation_tokens
+    assert num_before == tiny_engine().stats.num_generation_tokens
 
 
 def test_the_suite_is_one_of_schemas():

@@ -3,6 +3,7 @@
 Everything that waits does so by asking again until a deadline; nothing depends on how fast the machine is.
 """
 
+import asyncio
 import json
 import signal
 import subprocess
@@ -118,6 +119,17 @@ def serving(directory: Path, *flags: str, module: str = "app") -> Iterator[LiveS
             if process.poll() is None:
                 server.terminate()
                 assert 0 == server.exit_code(), server.log
+
+
+async def data_lines(client: httpx.AsyncClient, body: Any, started: asyncio.Event) -> list[str]:
+    """The data lines of one streamed completion; `started` is set with the first."""
+    lines = []
+    async with client.stream("POST", "/v1/completions", json=body) as response:
+        async for line in response.aiter_lines():
+            if line:
+                lines.append(line)
+                started.set()
+    return lines
 
 
 def joined(chunks: Sequence[Any], choice: int = 0) -> str:

@@ -7,7 +7,7 @@ from typing import Any
 import httpx
 
 from tests.e2e.conftest import Serve
-from tests.e2e.live import DEADLINE_S, LiveServer
+from tests.e2e.live import DEADLINE_S, LiveServer, data_lines
 
 LONG: dict[str, Any] = {"prompt": "Once upon a time", "max_tokens": 4000, "temperature": 0, "ignore_eos": True}
 
@@ -50,7 +50,7 @@ async def test_sigterm_lets_five_open_streams_end_and_exits_with_0(serve: Serve)
     body = {**LONG, "max_tokens": 120, "stream": True}
     started = [asyncio.Event() for _ in range(5)]
     async with httpx.AsyncClient(base_url=server.url, timeout=DEADLINE_S) as client:
-        reading = [asyncio.create_task(_read(client, body, event)) for event in started]
+        reading = [asyncio.create_task(data_lines(client, body, event)) for event in started]
         await asyncio.gather(*(event.wait() for event in started))
         server.terminate()
         streams = await asyncio.gather(*reading)
@@ -65,7 +65,7 @@ async def test_streams_that_outlast_the_shutdown_timeout_end_with_an_error(serve
     server = serve("--shutdown-timeout", "0")
     started = asyncio.Event()
     async with httpx.AsyncClient(base_url=server.url, timeout=DEADLINE_S) as client:
-        reading = asyncio.create_task(_read(client, {**LONG, "stream": True}, started))
+        reading = asyncio.create_task(data_lines(client, {**LONG, "stream": True}, started))
         await started.wait()
         server.terminate()
         lines = await reading
@@ -81,7 +81,7 @@ async def test_an_engine_that_is_stuck_does_not_keep_the_process(serve: Serve):
     fault = {"type": "stall_engine", "seconds": 30, "after_events": 1}
     started = asyncio.Event()
     async with httpx.AsyncClient(base_url=server.url, timeout=DEADLINE_S) as client:
-        reading = asyncio.create_task(_read(client, {**LONG, "stream": True, "fault": fault}, started))
+        reading = asyncio.create_task(data_lines(client, {**LONG, "stream": True, "fault": fault}, started))
         await started.wait()
         await asyncio.to_thread(_wait_for_health, server, 503)
         server.terminate()
@@ -101,7 +101,7 @@ def _wait_for_health(server: LiveServer, status: int) -> None:
 async def test_an_engine_that_dies_tells_its_streams_and_ends_the_process(serve: Serve):
     server = serve("--speculative-config", "null", module="tests.e2e.dying_server")
     async with httpx.AsyncClient(base_url=server.url, timeout=DEADLINE_S) as client:
-        lines = await _read(client, {**LONG, "stream": True}, asyncio.Event())
+        lines = await data_lines(client, {**LONG, "stream": True}, asyncio.Event())
 
     assert "data: [DONE]" == lines[-1]
     assert "engine_dead" == json.loads(lines[-2].removeprefix("data: "))["error"]["code"]
@@ -116,17 +116,6 @@ def test_an_engine_killed_on_purpose_ends_the_process_as_one_that_died(serve: Se
 
     assert "engine_dead" == last["error"]["code"]
     assert 1 == server.exit_code()
-
-
-async def _read(client: httpx.AsyncClient, body: Any, started: asyncio.Event) -> list[str]:
-    """The data lines of one streamed completion; `started` is set with the first."""
-    lines = []
-    async with client.stream("POST", "/v1/completions", json=body) as response:
-        async for line in response.aiter_lines():
-            if line:
-                lines.append(line)
-                started.set()
-    return lines
 
 
 def _moved(before: Any, after: Any, name: str, **labels: str) -> float:

@@ -4,13 +4,12 @@ import asyncio
 import json
 from collections.abc import AsyncIterator
 from pathlib import Path
-from typing import Any
 
 import httpx
 import pytest
 
 from tests.app.servers import live
-from tests.e2e.live import DEADLINE_S, serving
+from tests.e2e.live import DEADLINE_S, data_lines, serving
 from tests.reports.conftest import Serve
 
 OPEN = {"/health", "/ready", "/ping", "/version", "/metrics"}
@@ -60,7 +59,7 @@ async def test_bc_087_sigterm_lets_running_streams_end(tmp_path: Path):
     started = [asyncio.Event() for _ in range(5)]
     with serving(tmp_path) as server:
         async with httpx.AsyncClient(base_url=server.url, timeout=DEADLINE_S) as client:
-            reading = [asyncio.create_task(_data_lines(client, body, event)) for event in started]
+            reading = [asyncio.create_task(data_lines(client, body, event)) for event in started]
             await asyncio.gather(*(event.wait() for event in started))
             server.terminate()
             while await _is_taken(server.url):
@@ -72,16 +71,6 @@ async def test_bc_087_sigterm_lets_running_streams_end(tmp_path: Path):
         assert "data: [DONE]" == lines[-1]
         assert "length" == json.loads(lines[-2].removeprefix("data: "))["choices"][0]["finish_reason"]
     assert 0 == code
-
-
-async def _data_lines(client: httpx.AsyncClient, body: Any, started: asyncio.Event) -> list[str]:
-    lines = []
-    async with client.stream("POST", "/v1/completions", json=body) as response:
-        async for line in response.aiter_lines():
-            if line:
-                lines.append(line)
-                started.set()
-    return lines
 
 
 async def _is_taken(url: str) -> bool:
