@@ -56,7 +56,7 @@ _PLAIN_FIELDS = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
-    """One HTTP request, checked and ready for the engine: a NewRequest, with its siblings, for each prompt.
+    """One HTTP request, checked and ready for the engine: for each prompt a NewRequest with its siblings, or several.
 
     `num_samples` of each prompt are drawn and `n` of them shown; `request_ids[i]` is sample i, prompt after prompt.
     """
@@ -166,11 +166,6 @@ def build(engine: Engine, ask: Ask) -> Job:
         InvalidRequest: one of them cannot be served, so none is; the message names it.
     """
     num_samples = ask.best_of or ask.n
-    if num_samples > engine.config.max_num_seqs:
-        name = "n" if ask.best_of is None else "best_of"
-        raise InvalidRequest(
-            f"{name} is {num_samples}, this server runs at most {engine.config.max_num_seqs} at once", name
-        )
     check_bad_words(engine, ask.bad_words)
     ask = replace(ask, params=replace(ask.params, bad_words=encode_bad_words(engine.tokenizer, ask.bad_words)))
     job_id, items = f"{ask.kind}-{uuid.uuid4().hex}", prompt_items(ask.prompt)
@@ -186,7 +181,7 @@ def build(engine: Engine, ask: Ask) -> Job:
             raise renamed(explained, ask.names) from error
         prompts.append(prompt)
         ids = [f"{job_id}-{number * num_samples + sample}" for sample in range(num_samples)]
-        requests.append(_family(ids, prompt, params, ask, prediction))
+        requests += _families(ids, engine.config.max_num_seqs, prompt, params, ask, prediction)
     return Job(
         id=job_id,
         trace_id=ask.trace_id or job_id,
@@ -215,19 +210,24 @@ def _checked(engine: Engine, ask: Ask, prompt: Prompt) -> SamplingParams:
     return replace(params, max_tokens=min(ask.params.max_tokens, params.max_tokens))
 
 
-def _family(
-    ids: Sequence[str], prompt: Prompt, params: SamplingParams, ask: Ask, prediction: tuple[int, ...]
-) -> NewRequest:
-    return NewRequest(
-        request_id=ids[0],
-        prompt_token_ids=prompt.token_ids,
-        params=params,
-        arrival_s=ask.arrival_s,
-        sibling_ids=tuple(ids[1:]),
-        cache_salt=ask.cache_salt,
-        script=ask.script,
-        prediction_token_ids=prediction,
-    )
+def _families(
+    ids: Sequence[str], max_size: int, prompt: Prompt, params: SamplingParams, ask: Ask, prediction: tuple[int, ...]
+) -> list[NewRequest]:
+    """The samples of one prompt, as one request; where more are wanted than can run at once, one after the other."""
+    return [
+        NewRequest(
+            request_id=ids[first],
+            prompt_token_ids=prompt.token_ids,
+            params=params,
+            choice=first,
+            arrival_s=ask.arrival_s,
+            sibling_ids=tuple(ids[first + 1 : first + max_size]),
+            cache_salt=ask.cache_salt,
+            script=ask.script,
+            prediction_token_ids=prediction,
+        )
+        for first in range(0, len(ids), max_size)
+    ]
 
 
 def _explained(error: InvalidRequest, engine: Engine, where: str) -> InvalidRequest:

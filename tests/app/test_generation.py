@@ -179,16 +179,11 @@ def test_a_context_overflow_is_said_in_the_words_that_client_libraries_look_for(
     assert "prompt is too long" in str(refusal.value).lower()
 
 
-def test_more_samples_than_run_at_once_are_refused():
-    with pytest.raises(InvalidRequest) as refusal:
-        build(make_engine(max_num_seqs=2), make_ask("a", n=3))
-    assert "n" == refusal.value.param
+def test_more_samples_than_run_at_once_are_requests_one_after_the_other():
+    job = build(make_engine(max_num_seqs=2), make_ask(["a", "b"], n=5))
 
-
-def test_more_samples_to_choose_from_than_run_at_once_are_refused_by_their_own_name():
-    with pytest.raises(InvalidRequest) as refusal:
-        build(make_engine(max_num_seqs=2), make_ask("a", n=1, best_of=3))
-    assert "best_of" == refusal.value.param
+    assert [(0, 2), (2, 2), (4, 1)] * 2 == [(new.choice, 1 + len(new.sibling_ids)) for new in job.requests]
+    assert [f"{job.id}-{i}" for i in range(10)] == job.request_ids
 
 
 def test_best_of_makes_more_sequences_than_choices():

@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 
 from tests.app.servers import RunningServer
+from tests.reports.answers import WAYS, ask_choices
 from tests.reports.conftest import Serve
 
 STORY = "Once upon a time there was a girl who lived by the sea. Every day she walked along the beach with her dog. "
@@ -86,3 +87,16 @@ async def test_bc_048_a_sample_is_what_it_would_be_among_more_samples_and_with_i
 
     assert cold == warm[:n]
     assert 8 == len(set(warm))
+
+
+@pytest.mark.parametrize("way", WAYS)
+async def test_more_samples_than_places_are_what_they_are_with_a_place_for_each(serve: Serve, way: str):
+    """Kin of BC-048 and BC-053: OpenAI's n goes to 128, whatever runs at once here."""
+    texts = []
+    for places in (8, 2, 1):
+        server = await serve(max_num_seqs=places)
+        answers = await ask_choices(server, way, prompt=STORY[:40], n=5, seed=3, max_tokens=16)
+        texts.append([answer.text for answer in answers])
+
+    assert [texts[0]] * 2 == texts[1:]
+    assert 5 == len(set(texts[0]))
