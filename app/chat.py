@@ -105,7 +105,7 @@ async def _ask(service: Service, body: ChatRequest, tools: ToolUse, request: Req
 
 
 def _params(body: ChatRequest, tools: ToolUse) -> SamplingParams:
-    if body.top_logprobs is not None and not body.logprobs:
+    if body.top_logprobs and not body.logprobs:  # some clients send 0 for none
         raise InvalidRequest("top_logprobs needs logprobs to be true", "top_logprobs")
     names = _names(body)
     try:
