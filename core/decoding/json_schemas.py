@@ -33,6 +33,8 @@ _ASKS_NOTHING: dict[str, tuple[Any, ...]] = {
     "propertyNames": (True, {}),
     "dependentRequired": ({},),
     "dependentSchemas": ({},),
+    # OpenAPI's and pydantic's, for what is done with the text: any text is one.
+    "format": ("password", "binary", "path", "file-path", "directory-path"),
 }
 _LOWER, _UPPER = ("minimum", "exclusiveMinimum"), ("maximum", "exclusiveMaximum")
 _GAP = 1e-6  # of a range

@@ -105,3 +105,11 @@ def test_what_would_be_taken_for_something_else_is_refused(schema: dict[str, Any
 )
 def test_what_asks_for_nothing_is_not_refused(asking_nothing: dict[str, Any]) -> None:
     assert takes({"type": "array", "items": {"type": "integer", **asking_nothing}, **asking_nothing}, "[1, 1]")
+
+
+@pytest.mark.parametrize("name", ["password", "binary", "path"])
+def test_a_format_that_says_what_is_done_with_a_text_lets_any_text_pass(name: str) -> None:
+    schema = {"type": "object", "properties": {"format": {"type": ["string", "null"], "format": name}}}
+
+    assert takes(schema, '{"format": "any text"}')
+    assert not takes(schema, '{"format": 1}')
