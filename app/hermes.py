@@ -297,7 +297,8 @@ def _decode(text: str, names: Collection[str]) -> tuple[str, str] | None:
 
 def _members(text: str) -> dict[str, tuple[Any, str]]:
     """An object's values, each with the text that it was read from; of one name the first. Raises what json raises."""
-    json.loads(text, parse_constant=_refuse)
+    if not isinstance(json.loads(text, parse_constant=_refuse), dict):
+        return {}
     decoder, position = json.JSONDecoder(), text.index("{") + 1
     members: dict[str, tuple[Any, str]] = {}
     while match := _MEMBER.match(text, position):

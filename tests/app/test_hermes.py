@@ -82,6 +82,7 @@ def test_calls_are_found_and_what_is_around_them_stays_text(text: str, shown: st
         "not json",
         "",
         "[1]",
+        '[{"name": "f", "arguments": {}}]',
         '{"name": "f"',
         '{"name": "f", "arguments": ',
         '{"name": "unknown", "arguments": {}}',
