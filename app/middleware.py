@@ -79,6 +79,9 @@ class _Body:
         return message
 
     def _count(self, piece: bytes) -> None:
+        if (place := piece.find(b"\0")) >= 0:  # the parser would read UTF-16 too, which is not counted right
+            place += self._num_bytes
+            raise HTTPException(400) from UnicodeDecodeError("utf-8", b"", place, place + 1, "a NUL")
         self._num_bytes += len(piece)
         if self._num_bytes > self._max_bytes:
             raise HTTPException(413, self.too_long)

@@ -61,6 +61,7 @@ def test_our_own_mistakes_are_not_described():
         (b'{"prompt": "p", "seed": ' + b"9" * 5000 + b"}", JSON, "a number in it has more than 4300 digits", None),
         (b'{"prompt": ' + b"[" * 50_000 + b"}", JSON, "nested too deeply", None),
         (b'{"prompt": "p", "x": "\xff"}', JSON, "not UTF-8 at byte 22", None),
+        ('{"prompt": "p"}'.encode("utf-16"), JSON, "not UTF-8 at byte 3", None),
         (b'{"prompt": "a\x01"}', JSON, "Invalid control character at character 13", None),
         (gzip.compress(b'{"prompt": "p"}'), {**JSON, "content-encoding": "gzip"}, "Content-Encoding 'gzip'", None),
         (b"\x0b\x07", {**JSON, "content-encoding": "br"}, "Content-Encoding 'br'", None),
