@@ -177,10 +177,12 @@ class KVPool:
     async def fill(self, loop: "EngineLoop", seconds: float) -> None:
         """Returns when the pool is full; it stays so for `seconds`."""
         self._num_wanted += 1
-        await loop.call(Engine.hold_free_blocks)
-        task = asyncio.create_task(self._empty_later(loop, seconds), name="full KV pool")
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        try:
+            await loop.call(Engine.hold_free_blocks)
+        finally:  # whoever leaves before it is full has asked for it all the same
+            task = asyncio.create_task(self._empty_later(loop, seconds), name="full KV pool")
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
 
     async def _empty_later(self, loop: "EngineLoop", seconds: float) -> None:
         await asyncio.sleep(seconds)

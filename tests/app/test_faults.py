@@ -219,3 +219,12 @@ async def test_a_pool_filled_by_two_who_end_at_once_is_given_back():
         await asyncio.gather(*(pool.fill(loop, 0.0) for _ in range(2)))
 
         assert 64 == (await server.until_idle())["octavo:kv_blocks_free"]
+
+
+async def test_a_pool_filled_by_one_who_has_left_is_given_back():
+    async with faulty() as server:
+        filling = asyncio.create_task(KVPool().fill(server.service.loop, 0.0))
+        await asyncio.sleep(0)  # it has asked, and waits for the engine
+        filling.cancel()
+
+        assert 64 == (await server.until_idle())["octavo:kv_blocks_free"]
