@@ -35,6 +35,8 @@ def one_line(data: bytes) -> bytes:
 
     Python's `str.splitlines`, and `iter_lines` of httpx by it, take three characters for one that events do not.
     """
+    if data.isascii():  # most is
+        return data
     for end, escape in _LINE_ENDS.items():
         data = data.replace(end, escape)
     return data
