@@ -47,14 +47,14 @@ class Shares:
         tokens_per_minute: int | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._places = places
+        self.places = places
         self._requests = None if requests_per_minute is None else Allowance(requests_per_minute, clock)
         self._tokens = None if tokens_per_minute is None else Allowance(tokens_per_minute, clock)
         self.num_refused = {"max_num_seqs_per_key": 0, "requests_per_minute_per_key": 0, "tokens_per_minute_per_key": 0}
 
     def refuse_beyond(self, owner: Owner, *, num_in_flight: int, num_new: int) -> None:
         """Raise what an owner is told that may not have so many sequences more: 429, or 400 if it never may."""
-        limit = self._places
+        limit = self.places
         if limit is not None and num_new > limit:
             raise InvalidRequest(f"the prompts times n are {num_new} sequences, limit for a key is {limit}")
         if limit is not None and num_in_flight + num_new > limit:

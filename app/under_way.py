@@ -35,5 +35,6 @@ class UnderWay:
 
     def refuse_beyond_share(self, owner: Owner, num_new: int = 1) -> None:
         """Raise what an owner is told that may not have so many sequences more."""
-        num_in_flight = sum(run.num_in_flight for run in self._runs[owner])
+        is_limited = self._shares.places is not None  # or a thousand runs would be asked for nothing
+        num_in_flight = sum(run.num_in_flight for run in self._runs[owner]) if is_limited else 0
         self._shares.refuse_beyond(owner, num_in_flight=num_in_flight, num_new=num_new)
