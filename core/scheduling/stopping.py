@@ -22,7 +22,7 @@ def find_stop(text: str, stops: tuple[str, ...], num_seen: int) -> tuple[int, st
     """The match that is complete first, (index, stop string), but behind the first `num_seen` characters.
 
     Of two that end at the same place the longer wins, or its beginning would be shown. So it matters neither in which
-    order they are named nor how tokens cut the text.
+    order they are named nor how tokens cut the text. vLLM's rule since its #49391, but for that tie.
     """
     matches = [
         (index + len(stop), index, stop)
