@@ -297,9 +297,8 @@ class EngineLoop:
     def _refuse_if_full(self, num_new: int) -> None:
         max_batch = self.engine.config.max_num_seqs
         if num_new > self._max_queue + max_batch:
-            raise InvalidRequest(
-                f"{num_new} sequences in one request, limit is {self._max_queue + max_batch}", "prompt"
-            )
+            limit = self._max_queue + max_batch
+            raise InvalidRequest(f"the prompts times n are {num_new} sequences, limit is {limit}")
         num_waiting = self._known.num_waiting + self._num_handed_over + _num_sequences(self._inbox)
         num_places = max(0, max_batch - self._known.num_running)
         if num_waiting + num_new > self._max_queue + num_places:
