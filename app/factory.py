@@ -43,7 +43,7 @@ def create_app(settings: Settings | None = None, engine: Engine | None = None) -
         service = Service(settings, await asyncio.to_thread(load, settings) if engine is None else engine)
         app.state.service = service
         service.start()
-        logs.log_start(service.engine)
+        logs.log_start(service.engine, settings.model_names)
         try:
             yield
         finally:

@@ -8,6 +8,7 @@ import asyncio
 import json
 import logging
 import sys
+from collections.abc import Sequence
 from contextlib import suppress
 from datetime import UTC, datetime
 
@@ -64,12 +65,14 @@ def max_concurrency(engine: Engine) -> float:
     return engine.num_kv_blocks / blocks_needed(engine.max_model_len, engine.config.block_size)
 
 
-def log_start(engine: Engine) -> None:
+def log_start(engine: Engine, names: Sequence[str]) -> None:
     """What was asked for and how it turned out, and vLLM's line on the KV cache's size."""
     speculative, config = engine.config.speculative, engine.config
     logger.info(
-        "model %s, at most %d requests and %d tokens a step, speculation %s, prefix caching %s, preemption by %s%s",
+        "model %s as %s, at most %d requests and %d tokens a step, speculation %s, prefix caching %s, "
+        "preemption by %s%s",
         config.model,
+        ", ".join(names),
         config.max_num_seqs,
         config.max_num_batched_tokens,
         f"by {speculative.method} with {speculative.num_speculative_tokens} drafts" if speculative else "off",

@@ -59,8 +59,9 @@ def test_the_flag_chooses_the_lines_form():
 def test_the_start_line_tells_the_caches_size(caplog: pytest.LogCaptureFixture):
     engine = make_engine(num_kv_blocks=64, block_size=4, max_model_len=30)
     with caplog.at_level(logging.INFO):
-        log_start(engine)
+        log_start(engine, ["mine", "its-alias"])
 
+    assert f"model {engine.config.model} as mine, its-alias, at most" in caplog.text
     assert 64 / 8 == max_concurrency(engine)
     assert "KV cache size: 256 tokens, maximum concurrency for 30 tokens per request: 8.00x" in caplog.text
 
