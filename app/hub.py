@@ -201,7 +201,7 @@ def _fetch_from_hub(name: str, endpoint: str | None, cache_dir: Path | None) -> 
         import huggingface_hub
     except ImportError as error:
         raise ModelLoadError(
-            f"there is no path {name}; to fetch it as ORG/NAME from a model hub: pip install 'octavo[hub]'"
+            f"there is no path {name}; to fetch it as ORG/NAME from a model hub: pip install huggingface_hub"
         ) from error
     try:
         directory = Path(

@@ -242,9 +242,9 @@ class TestHub:
         with pytest.raises(ModelLoadError, match="org/name cannot be fetched"):
             self.resolve(hub, tmp_path)
 
-    def test_without_the_extra_the_message_says_how_to_get_it(
+    def test_without_the_hubs_package_the_message_says_how_to_get_it(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setitem(sys.modules, "huggingface_hub", None)
-        with pytest.raises(ModelLoadError, match=r"pip install 'octavo\[hub\]'"):
+        with pytest.raises(ModelLoadError, match="pip install huggingface_hub"):
             resolve_model("org/name", cache_dir=tmp_path)
