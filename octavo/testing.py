@@ -1,7 +1,10 @@
 """A server for the tests of other projects: `with octavo_server() as url`.
 
 It is the server of `octavo serve`, in a process of its own on a free port, with the embedded model, scripts and faults;
-nothing of it is imported here, so whatever the project itself is called, and imports, is not in the way.
+nothing of it is imported here, so what the tests import does not get into the server. Installed, though, Octavo brings
+the top-level packages app, core and loadgen: a project that has one of these names installs Octavo in an environment of
+its own, gives that one's interpreter as `python` (or pytest's ini option `octavo_python`), and needs a copy of this
+folder only.
 """
 
 import os
@@ -14,7 +17,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-HOME = Path(__file__).resolve().parent.parent  # where the server's packages lie, beside this one
+HOME = Path(__file__).resolve().parent.parent  # where the server's packages lie, beside this one or installed
 FLAGS = ("--enable-scripts", "--enable-fault-injection", "--shutdown-timeout", "1")
 START_TIMEOUT_S = 120.0
 STOP_TIMEOUT_S = 20.0
@@ -31,7 +34,7 @@ def octavo_server(*flags: str, python: str = sys.executable) -> Iterator[str]:
 
     Args:
         flags: of `octavo serve`, behind those of `FLAGS`, for example "--max-num-seqs", "4".
-        python: runs the server, where what Octavo needs is installed elsewhere than the tests.
+        python: runs the server, where Octavo, or what it needs, is installed elsewhere than the tests.
 
     Raises:
         ServerFailed: it did not come up; the message has its log.
