@@ -1,7 +1,7 @@
 """The house's plan, held to the code: who may import whom, what never enters core, where a test belongs.
 
 Every rule is a function from a module to its violations, so that each can also be shown a module that breaks it. The
-plan is the section "The house" of docs/architecture.md; a new file in core needs a line in `MAY_IMPORT`.
+plan is the section "Import directions" of docs/architecture.md; a new file in core needs a line in `MAY_IMPORT`.
 """
 
 import ast
