@@ -5,7 +5,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, Field
 
-from app.schemas.base import UNSUPPORTED, Items, StrictModel
+from app.schemas.base import UNSUPPORTED, Items, Lacking, StrictModel
 from app.schemas.chat import MAX_TOOLS, FunctionName
 from app.schemas.generation import GenerationRequest
 
@@ -38,15 +38,16 @@ class OutputConfig(StrictModel):
 class CountTokensRequest(StrictModel):
     """A conversation, which is all that decides how long its prompt is."""
 
-    unsupported_fields: ClassVar[Mapping[str, tuple[Any, ...]]] = {
+    unsupported_fields: ClassVar[Mapping[str, Lacking]] = {
         **UNSUPPORTED,
-        "container": (),
-        "context_management": (),
-        "logprobs": (False,),
-        "max_completion_tokens": (),
-        "mcp_servers": ([],),
-        "output_format": (),
-        "thinking": ({"type": "disabled"},),
+        "container": Lacking(),
+        "context_management": Lacking(),
+        "logprobs": Lacking(False),
+        "max_completion_tokens": Lacking(),
+        "mcp_servers": Lacking([]),
+        "output_format": Lacking(),
+        "prompt": Lacking(why="is completions', here there is messages"),
+        "thinking": Lacking({"type": "disabled"}),
     }
 
     model: str | None = None

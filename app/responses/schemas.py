@@ -5,7 +5,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
-from app.schemas.base import UNSUPPORTED, Items, StrictModel
+from app.schemas.base import UNSUPPORTED, Items, Lacking, StrictModel
 from app.schemas.chat import MAX_TOOLS, FunctionName
 from app.schemas.generation import GenerationRequest
 
@@ -28,20 +28,21 @@ class TextOptions(StrictModel):
 
 
 class ResponsesRequest(GenerationRequest):
-    unsupported_fields: ClassVar[Mapping[str, tuple[Any, ...]]] = {
+    unsupported_fields: ClassVar[Mapping[str, Lacking]] = {
         **UNSUPPORTED,
-        "background": (False,),
-        "context_management": ([],),
-        "conversation": (),
-        "include": ([],),
-        "logprobs": (False,),
-        "max_completion_tokens": (),
-        "max_tool_calls": (),
-        "previous_response_id": (),
-        "prompt": (),
-        "response_format": (),
-        "top_logprobs": (0,),
-        "truncation": ("disabled",),
+        "background": Lacking(False),
+        "context_management": Lacking([]),
+        "conversation": Lacking(),
+        "include": Lacking([]),
+        "logprobs": Lacking(False),
+        "max_completion_tokens": Lacking(),
+        "max_tool_calls": Lacking(),
+        "messages": Lacking(why="is chat's, responses have input"),
+        "previous_response_id": Lacking(),
+        "prompt": Lacking(),
+        "response_format": Lacking(),
+        "top_logprobs": Lacking(0),
+        "truncation": Lacking("disabled"),
     }
 
     input: str | Items[dict[str, Any]]

@@ -10,41 +10,49 @@ from app.errors import unknown_field, unsupported
 
 logger = logging.getLogger(__name__)
 
-# Values of known fields that ask for nothing we lack. Whatever else is sent there is refused.
-UNSUPPORTED: dict[str, tuple[Any, ...]] = {
+
+class Lacking:
+    """A known field that we do not honour: values that ask for nothing we lack, and why anything else is refused."""
+
+    def __init__(self, *harmless: Any, why: str = "is not supported by this server") -> None:
+        self.harmless = harmless
+        self.why = why
+
+
+UNSUPPORTED: dict[str, Lacking] = {
     # completions
-    "suffix": ("",),
-    "use_beam_search": (False,),
-    "length_penalty": (1, 1.0),
-    "prompt_embeds": (),
-    "messages": (),
-    "tools": (),
-    "tool_choice": ("none", "auto"),
-    "top_logprobs": (0,),
+    "suffix": Lacking(""),
+    "use_beam_search": Lacking(False),
+    "length_penalty": Lacking(1, 1.0),
+    "prompt_embeds": Lacking(),
+    "messages": Lacking(why="is chat's, completions have prompt"),
+    "tools": Lacking(why="is chat's"),
+    "tool_choice": Lacking("none", "auto", why="is chat's"),
+    "top_logprobs": Lacking(0, why="is chat's, completions have logprobs"),
     # chat
-    "prompt": (),
-    "echo": (False,),
-    "best_of": (1,),
-    "functions": (),
-    "function_call": ("none", "auto"),
-    "audio": (),
-    "modalities": (["text"],),
-    "web_search_options": (),
-    "chat_template": (),
-    "documents": ([],),
-    "mm_processor_kwargs": ({},),
+    "prompt": Lacking(why="is completions', chat has messages"),
+    "echo": Lacking(False, why="is completions'"),
+    "best_of": Lacking(1, why="is completions'"),
+    "functions": Lacking(),
+    "function_call": Lacking("none", "auto"),
+    "audio": Lacking(),
+    "modalities": Lacking(["text"]),
+    "web_search_options": Lacking(),
+    "chat_template": Lacking(),
+    "documents": Lacking([]),
+    "mm_processor_kwargs": Lacking({}),
     # both
-    "guided_decoding_backend": ("auto", "guidance"),
-    "guided_whitespace_pattern": (),
-    "structural_tag": (),
-    "whitespace_pattern": (),
-    "disable_any_whitespace": (False,),
-    "disable_additional_properties": (False,),
-    "spaces_between_special_tokens": (True,),
-    "logits_processors": ([],),
-    "priority": (0,),
-    "kv_transfer_params": (),
-    "vllm_xargs": ({},),
+    "guided_decoding_backend": Lacking("auto", "guidance"),
+    "guided_whitespace_pattern": Lacking(),
+    "structural_tag": Lacking(),
+    "whitespace_pattern": Lacking(),
+    "disable_any_whitespace": Lacking(False),
+    "disable_additional_properties": Lacking(False),
+    "spaces_between_special_tokens": Lacking(True),
+    "logits_processors": Lacking([]),
+    "priority": Lacking(0, why="is only taken as 0, all requests have one priority"),
+    "kv_transfer_params": Lacking(),
+    "vllm_xargs": Lacking({}),
 }
 # Fields of OpenAI's that ask nothing of an engine: labels, bookkeeping, hints.
 HARMLESS = {
@@ -73,14 +81,14 @@ CacheSalt = Annotated[str, Field(min_length=1, max_length=256, pattern=r"^[^\x00
 
 class StrictModel(BaseModel):
     model_config = ConfigDict(strict=True, extra="allow", allow_inf_nan=False)
-    unsupported_fields: ClassVar[Mapping[str, tuple[Any, ...]]] = UNSUPPORTED
+    unsupported_fields: ClassVar[Mapping[str, Lacking]] = UNSUPPORTED
 
     def refuse_unsupported(self, *, is_strict: bool = False) -> Self:
         """Raise ApiError for a known field that we do not honour; unknown ones too if strict, else log them once."""
         for name, value in (self.model_extra or {}).items():
-            if name in self.unsupported_fields:
-                if value is not None and value not in self.unsupported_fields[name]:
-                    raise unsupported(name)
+            if (lacking := self.unsupported_fields.get(name)) is not None:
+                if value is not None and value not in lacking.harmless:
+                    raise unsupported(name, lacking.why)
             elif name not in HARMLESS:
                 if is_strict:
                     raise unknown_field(name)

@@ -7,7 +7,7 @@ from pydantic import BaseModel, Field, WithJsonSchema
 from typing_extensions import TypedDict  # on Python 3.11 pydantic takes no other
 
 from app.faults import Faults
-from app.schemas.base import CacheSalt, Items, StrictModel
+from app.schemas.base import CacheSalt, Items, Lacking, StrictModel
 
 MAX_CHOICES = 128
 
@@ -55,7 +55,7 @@ class JsonSchemaFormat(StrictModel):
 
 class ResponseFormat(StrictModel):
     # Others' ways to give a form; ignored, any JSON would seem to be what was asked for.
-    unsupported_fields: ClassVar[Mapping[str, tuple[Any, ...]]] = {"schema": (), "grammar": (), "pattern": ()}
+    unsupported_fields: ClassVar[Mapping[str, Lacking]] = {name: Lacking() for name in ("schema", "grammar", "pattern")}
 
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchemaFormat | None = None

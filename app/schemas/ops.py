@@ -5,7 +5,7 @@ from typing import Annotated, Any, ClassVar
 
 from pydantic import BaseModel, Field
 
-from app.schemas.base import UNSUPPORTED, Items, StrictModel
+from app.schemas.base import UNSUPPORTED, Items, Lacking, StrictModel
 from app.schemas.chat import ChatMessage, Tools
 from app.schemas.prompts import MAX_PROMPTS
 
@@ -13,12 +13,12 @@ from app.schemas.prompts import MAX_PROMPTS
 class ToolRequest(StrictModel):
     """A request to a tool beside the API. People may send it a body of the API as it is, of which it reads a part."""
 
-    unsupported_fields: ClassVar[Mapping[str, tuple[Any, ...]]] = {}
+    unsupported_fields: ClassVar[Mapping[str, Lacking]] = {}
 
 
 class TokenizeRequest(ToolRequest):
     # What would change the tokens.
-    unsupported_fields: ClassVar[Mapping[str, tuple[Any, ...]]] = {
+    unsupported_fields: ClassVar[Mapping[str, Lacking]] = {
         name: UNSUPPORTED[name] for name in ("chat_template", "documents", "mm_processor_kwargs")
     }
 

@@ -11,6 +11,7 @@ from core import ContextLengthExceeded, EngineDead, InvalidRequest
 from core.step import ModelRunnerOutput, SchedulerOutput
 from tests.app.servers import in_process, make_engine
 
+CHAT = {"messages": [{"role": "user", "content": "Hi"}]}
 JSON = {"content-type": "application/json"}
 
 
@@ -150,6 +151,26 @@ async def test_what_another_api_would_have_heeded_is_not_ignored(path: str, body
 
     assert 400 == response.status_code
     assert f"'{name}' is not supported" in response.json()["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "value", "message"),
+    [
+        ("/v1/completions", {"prompt": "p"}, {"messages": []}, "'messages' is chat's, completions have prompt"),
+        ("/v1/completions", {"prompt": "p"}, {"tools": []}, "'tools' is chat's"),
+        ("/v1/completions", {"prompt": "p"}, {"priority": 1}, "'priority' is only taken as 0"),
+        ("/v1/chat/completions", CHAT, {"prompt": "p"}, "'prompt' is completions', chat has messages"),
+        ("/v1/chat/completions", CHAT, {"echo": True}, "'echo' is completions'"),
+        ("/v1/messages", {**CHAT, "max_tokens": 1}, {"prompt": "p"}, "'prompt' is completions', here there is"),
+        ("/v1/responses", {"input": "Hi"}, {"messages": []}, "'messages' is chat's, responses have input"),
+    ],
+)
+async def test_a_field_of_another_api_is_told_where_it_belongs(path: str, body: Any, value: Any, message: str):
+    async with in_process() as server:
+        response = await server.client.post(path, json={**body, **value})
+
+    assert 400 == response.status_code
+    assert response.json()["error"]["message"].startswith(message)
 
 
 async def test_a_long_list_of_problems_is_cut_short():
