@@ -102,10 +102,15 @@ def _faults_in(body: bytes) -> list[Fault]:
     if b'"fault"' not in body:  # most bodies need no second parser
         return []
     try:
-        value = json.loads(body).get("fault")
+        asked = json.loads(body)
+        value, is_streamed = asked.get("fault"), asked.get("stream") is True
     except (ValueError, AttributeError, RecursionError):
         return []  # no JSON, or no object: the route will say so
-    return parse_faults(value)
+    faults = parse_faults(value)
+    late = next((fault.after_events for fault in faults if fault.after_events), None)
+    if late is not None and not is_streamed:  # it would never strike, and a test pass for the wrong reason
+        raise InvalidRequest(f"fault has after_events {late}, without stream it can only be 0", "fault")
+    return faults
 
 
 def faulty(scope: Scope, events: AsyncGenerator[bytes, None]) -> AsyncGenerator[bytes, None]:

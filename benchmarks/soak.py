@@ -125,7 +125,8 @@ class Load:
             case "refused":
                 return "/v1/completions", {**asked, "prompt": prompt, "temperature": 3}
             case "faulty":
-                fault = {"type": rng.choice(["error", "disconnect"]), "after_events": rng.randrange(4)}
+                after = rng.randrange(4) if asked["stream"] else 0
+                fault = {"type": rng.choice(["error", "disconnect"]), "after_events": after}
                 return "/v1/completions", {**asked, "prompt": prompt, "fault": fault}
             case "structured":
                 form = {"type": "json_schema", "json_schema": {"name": "size", "schema": SCHEMA}}

@@ -102,6 +102,19 @@ async def test_a_fault_that_cannot_be_is_a_400_on_the_wire_too():
     assert (400, "fault") == (response.status_code, response.json()["error"]["param"])
 
 
+@pytest.mark.parametrize(
+    ("path", "body"), [*ENDPOINTS, ("/v1/responses", {"input": "x"}), ("/v1/messages", {**CHAT, "max_tokens": 2})]
+)
+@pytest.mark.parametrize("asked", [{}, {"stream": False}])
+async def test_a_fault_that_could_only_strike_a_stream_is_refused_without_one(path: str, body: Any, asked: Any):
+    faults = [{"type": "delay", "seconds": 0}, {"type": "error", "after_events": 2}]
+    async with in_process(enable_fault_injection=True) as server:
+        response = await server.client.post(path, json={**body, **asked, "fault": faults})
+
+    assert 400 == response.status_code
+    assert "fault has after_events 2, without stream it can only be 0" == response.json()["error"]["message"]
+
+
 @pytest.mark.parametrize(("path", "body"), ENDPOINTS)
 async def test_an_error_before_the_first_event_has_a_status(path: str, body: Any):
     async with in_process(enable_fault_injection=True) as server:
