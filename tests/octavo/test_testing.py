@@ -71,15 +71,32 @@ def test_two(octavo_url):
 """
 
 
+def run_pytest(project: Path) -> "subprocess.CompletedProcess[str]":
+    environment = {"PYTHONPATH": f"{project}:{ROOT}", "PATH": "/usr/bin:/bin"}
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "octavo.pytest_plugin", "-p", "no:cacheprovider"]
+    return subprocess.run(command, cwd=project, env=environment, capture_output=True, text=True, check=False)
+
+
 def test_a_project_with_a_package_called_app_uses_the_fixture(tmp_path: Path):
     (tmp_path / "app").mkdir()
     (tmp_path / "app" / "__init__.py").write_text('NAME = "a project"\n')
     (tmp_path / "test_project.py").write_text(A_PROJECT)
-    environment = {"PYTHONPATH": f"{tmp_path}:{ROOT}", "PATH": "/usr/bin:/bin"}
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "octavo.pytest_plugin", "-p", "no:cacheprovider"]
-    result = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
+    result = run_pytest(tmp_path)
 
     assert "2 passed" in result.stdout, result.stdout + result.stderr
+
+
+def test_the_ini_option_names_the_python_that_runs_the_server(tmp_path: Path):
+    python = tmp_path / "venv" / "python"
+    python.parent.mkdir()
+    python.write_text(f'#!/bin/sh\ntouch {tmp_path}/was_run\nexec {sys.executable} "$@"\n')
+    python.chmod(0o755)
+    (tmp_path / "pytest.ini").write_text("[pytest]\noctavo_python = venv/python\n")
+    (tmp_path / "test_project.py").write_text("def test_one(octavo_url):\n    assert octavo_url\n")
+    result = run_pytest(tmp_path)
+
+    assert "1 passed" in result.stdout, result.stdout + result.stderr
+    assert (tmp_path / "was_run").exists()
 
 
 def test_pytest_finds_the_plugin_by_its_entry_point():
