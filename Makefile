@@ -18,7 +18,7 @@ BENCH  ?= startup
 .PHONY: help serve test e2e test-clients check bench load metrics image setup setup-clients clean freeze
 
 help:  ## list the targets
-	@awk -F ':.*## ' '/^[a-z0-9]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / {printf "  make %-13s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 	@echo
 	@echo "  MODEL=$(MODEL) PORT=$(PORT) URL=$(URL) BENCH=\"$(BENCH)\" ARGS=\"...\" PYTHON=$(PYTHON)"
 
@@ -71,8 +71,9 @@ $(VENV)/.stamp-venv: constraints.txt
 	@$(PIP) --upgrade 'pip>=25.1'
 	@touch $@
 
+# pip 26 shows, however quiet, what setuptools warns of in every editable installation.
 $(VENV)/.stamp-serve: $(VENV)/.stamp-venv $(PINS)
-	@$(PIP) --editable '.[fast]'
+	@PYTHONWARNINGS=ignore $(PIP) --editable '.[fast]'
 	@touch $@
 
 $(VENV)/.stamp-test: $(VENV)/.stamp-serve
