@@ -6,16 +6,14 @@ walk over tiles, `step` puts the phases in order, `claims` and `team` share them
 docs/kernels.md says why they are built this way and what was measured. Numba is imported only when `load` is called.
 """
 
+import atexit
 import contextlib
 import hashlib
-import logging
 import os
 import shutil
 import tempfile
 from pathlib import Path
 from types import ModuleType
-
-logger = logging.getLogger(__name__)
 
 
 def load(cache_dir: Path | None) -> ModuleType:
@@ -30,20 +28,19 @@ def load(cache_dir: Path | None) -> ModuleType:
         sources = b"".join(path.read_bytes() for path in sorted(Path(__file__).parent.glob("*.py")))
         state = hashlib.sha256(sources + numba.__version__.encode()).hexdigest()[:16]
         numba.config.CACHE_DIR = str(writable(cache_dir / "kernels" / state))
-    from core.model.kernels import packed_model
+    from core.model.kernels import compiling, packed_model  # noqa: F401
 
     return packed_model
 
 
 def writable(wanted: Path) -> Path:
-    """The folder, or where it cannot be written another one with what is in it."""
-    if not wanted.exists():
-        logger.info("compiling kernels for this machine, once: about half a minute for each --dtype")
+    """The folder, or where it cannot be written another one with what is in it, for as long as the process lives."""
     with contextlib.suppress(OSError):
         wanted.mkdir(parents=True, exist_ok=True)
     if os.access(wanted, os.W_OK):
         return wanted
     instead = Path(tempfile.mkdtemp(prefix="octavo-kernels-"))
+    atexit.register(shutil.rmtree, instead, ignore_errors=True)
     if wanted.is_dir():  # compiled ahead, on a file system that cannot be written: Numba wants to be able to
         shutil.copytree(wanted, instead, dirs_exist_ok=True)
     return instead
