@@ -4,7 +4,9 @@ Paged KV cache, continuous batching, speculative decoding: each is shown by the 
 runs, next to the arithmetic that says what must come out.
 """
 
+import os
 import string
+import sys
 from collections.abc import Sequence
 
 import numpy as np
@@ -145,10 +147,14 @@ def show_speculation() -> None:
 
 def main() -> None:
     """Print the worked example."""
-    show_blocks()
-    show_tables()
-    show_batching()
-    show_speculation()
+    try:
+        show_blocks()
+        show_tables()
+        show_batching()
+        show_speculation()
+        sys.stdout.flush()
+    except BrokenPipeError:  # whoever read it has read enough; at its end Python would try to write the rest
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 if __name__ == "__main__":

@@ -111,5 +111,6 @@ def first_model(response: httpx.Response) -> str:
     try:
         return str(response.json()["data"][0]["id"])
     except (ValueError, KeyError, IndexError, TypeError) as error:
-        problem = f"{response.url} names no model, use --model (http {response.status_code}: {response.text[:200]})"
+        use = "--api-key or OPENAI_API_KEY" if response.status_code == 401 else "--model"
+        problem = f"{response.url} names no model, use {use} (http {response.status_code}: {response.text[:200]})"
         raise ServerNotReady(problem) from error

@@ -1,5 +1,6 @@
 """What `python -m core` prints must be right: its numbers are read back and computed here by other means."""
 
+import os
 import re
 import subprocess
 import sys
@@ -17,6 +18,16 @@ def printed() -> str:
     run = subprocess.run([sys.executable, "-m", "core"], cwd=ROOT, capture_output=True, text=True, check=True)
     assert "" == run.stderr
     return run.stdout
+
+
+def test_a_reader_who_has_read_enough_may_leave():
+    reader, writer = os.pipe()
+    os.close(reader)
+    with open(writer, "wb") as output:
+        command = [sys.executable, "-m", "core"]
+        run = subprocess.run(command, cwd=ROOT, stdout=output, stderr=subprocess.PIPE, check=True)
+
+    assert b"" == run.stderr
 
 
 def diagram(printed: str, name: str) -> list[str]:
