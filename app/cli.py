@@ -99,9 +99,14 @@ def octavo(
 def serve(settings: Settings) -> None:
     """Serve a model behind OpenAI's API."""
     from app import logs
+    from app.listening import CannotListen, bind
 
     logs.configure(settings.log_level, settings.log_format)
     sys.setswitchinterval(SWITCH_INTERVAL_S)
+    try:
+        sockets = bind(settings.host, settings.port)
+    except CannotListen as error:
+        _fail(str(error), EXIT_FAILED)
     with ThreadPoolExecutor(1) as pool:
         from app.factory import create_app, load
 
@@ -112,7 +117,7 @@ def serve(settings: Settings) -> None:
             engine = loading.result()
         except (ModelLoadError, InvalidRequest) as error:
             _fail(str(error), EXIT_FAILED)
-    raise typer.Exit(run(create_app(settings, engine), settings))
+    raise typer.Exit(run(create_app(settings, engine), settings, sockets))
 
 
 @cli.command()

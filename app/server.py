@@ -11,6 +11,7 @@ import logging
 import math
 import os
 import socket
+import sys
 from types import FrameType
 
 import uvicorn
@@ -24,6 +25,7 @@ from app.settings import Settings
 logger = logging.getLogger(__name__)
 
 EXIT_ENGINE_DEAD = 1
+EXIT_CANNOT_LISTEN = 1
 _LAST_WORDS_S = 5.0  # to write error events to slow sockets
 
 
@@ -61,7 +63,12 @@ class Server(uvicorn.Server):
         return int(self.servers[0].sockets[0].getsockname()[1])
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        await super().startup(sockets)
+        try:
+            await super().startup(sockets)
+        except OSError as error:  # somebody else, bound to the port as well, was the first to listen
+            logger.error("cannot listen: %s", error)
+            await self.lifespan.shutdown()
+            sys.exit(EXIT_CANNOT_LISTEN)
         self._service.loop.on_death = self._on_death
         scheme = "https" if self.config.is_ssl else "http"
         logger.info("listening on %s://%s:%d", scheme, self.config.host, self.port)
@@ -109,10 +116,10 @@ class Server(uvicorn.Server):
         self.should_exit = True
 
 
-def run(app: FastAPI, settings: Settings) -> int:
-    """Serve until a signal or the engine's death; the exit code."""
+def run(app: FastAPI, settings: Settings, sockets: list[socket.socket]) -> int:
+    """Serve on these bound sockets until a signal or the engine's death; the exit code."""
     server = Server(app, settings)
-    server.run()
+    server.run(sockets)
     if server.is_engine_stuck:
         logger.critical("the engine does not come back, the process ends without it")
         logging.shutdown()

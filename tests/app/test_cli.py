@@ -4,6 +4,7 @@ import asyncio
 import importlib.metadata
 import os
 import signal
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -74,6 +75,15 @@ def test_a_model_that_is_not_there_is_one_line_and_exit_code_1():
         assert 1 == result.returncode
         assert "octavo: there is no model no-such-model" in result.stderr
         assert "Traceback" not in result.stderr
+
+
+def test_a_port_in_use_is_one_line_and_exit_code_1_before_the_model_is_looked_for():
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+        result = run("serve", "no-such-model", "--host", "127.0.0.1", "--port", str(port))
+
+    assert (1, "") == (result.returncode, result.stdout)
+    assert f"octavo: port {port} is in use, --port names another\n" == result.stderr
 
 
 def test_serving_imports_no_more_than_it_needs():

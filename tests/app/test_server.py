@@ -17,7 +17,8 @@ import pytest
 
 from app.engine_loop import EngineLoop
 from app.factory import create_app
-from app.server import EXIT_ENGINE_DEAD, Server
+from app.listening import bind
+from app.server import EXIT_CANNOT_LISTEN, EXIT_ENGINE_DEAD, Server
 from core import Engine, InvariantViolation
 from core.step import ModelRunnerOutput, SchedulerOutput
 from tests.app.servers import Gate, make_engine, make_settings
@@ -58,6 +59,21 @@ def app_loop(server: Server) -> EngineLoop:
 async def read(client: httpx.AsyncClient) -> str:
     async with client.stream("POST", "/v1/completions", json=BODY) as response:
         return (await response.aread()).decode()
+
+
+async def test_of_two_servers_bound_to_a_port_the_second_to_listen_ends(caplog: pytest.LogCaptureFixture):
+    """Two that start at once: neither listens while the other binds."""
+    settings = make_settings()
+    [first] = await asyncio.to_thread(bind, "127.0.0.1", 0)
+    [second] = await asyncio.to_thread(bind, "127.0.0.1", first.getsockname()[1])
+    with first, second:
+        first.listen()
+        server = Server(create_app(settings, make_engine()), settings)
+        with pytest.raises(SystemExit) as ended:
+            await server.serve([second])
+
+    assert EXIT_CANNOT_LISTEN == ended.value.code
+    assert "cannot listen" in caplog.text
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
