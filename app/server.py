@@ -71,7 +71,8 @@ class Server(uvicorn.Server):
             sys.exit(EXIT_CANNOT_LISTEN)
         self._service.loop.on_death = self._on_death
         scheme = "https" if self.config.is_ssl else "http"
-        logger.info("listening on %s://%s:%d", scheme, self.config.host, self.port)
+        host = f"[{self.config.host}]" if ":" in self.config.host else self.config.host  # an IPv6 address
+        logger.info("listening on %s://%s:%d", scheme, host, self.port)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         # Not recorded as uvicorn does: it would raise the signal again at the end, and a clean exit would look killed.

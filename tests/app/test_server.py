@@ -219,6 +219,14 @@ async def test_with_a_certificate_the_server_speaks_https(
     assert f"listening on https://0.0.0.0:{port}" in caplog.text
 
 
+async def test_an_address_of_ipv6_is_told_as_urls_have_it(caplog: pytest.LogCaptureFixture):
+    with caplog.at_level("INFO"):
+        async with listening(make_engine(), host="::1") as (server, port, _):
+            server.should_exit = True
+
+    assert f"listening on http://[::1]:{port}" in caplog.text
+
+
 async def test_an_idle_client_does_not_hold_up_the_end(certificate: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch):
     """It says no farewell; TLS would wait 30 s for it."""
     monkeypatch.setattr("app.server._LAST_WORDS_S", 0.0)
